@@ -3,7 +3,7 @@
 First every divergence and every kind of teacher is held against float64 next to eager in the same dtype; no time is
 reported when the numbers are wrong.  Then, for forward KL, reverse KL and JSD at 4096 x 128256 in bfloat16:
 
-    facts         the sums (and the second look)      against one read of both matrices
+    facts         the sums (and the second read)      against one read of both matrices
     pull          the gradient                        against one read of both and one write
     whole call    loss and gradient, in one launch    against one read of both and one write, next to two launches, the
                                                       torch backend, torch.compile of the plain formula, and Liger's
@@ -229,13 +229,13 @@ def parts_of(problem: Problem, fn: Any, **options: Any) -> dict[str, Callable[..
     engine: Any = import_module("headloss.backends.triton.backend")
     sums = lambda **more: engine.sums(problem.x, None, want, [1.0], teachers=chunk, **more)
     facts, softmax = finish(sums(), want, [1.0], V)
-    look = lambda **more: engine.look(problem.x, want, softmax, chunk, [[1.0]], **more)
+    look = lambda **more: engine.divergence_pass(problem.x, want, softmax, chunk, [[1.0]], **more)
     found = {"sums": sums}
     if any(f.element is not None for f in want.facts):
         ((value, slopes),) = look()
         facts |= {want.facts[0]: value}
-        softmax = softmax._replace(teachers=(softmax.teachers[0]._replace(looks=(slopes,)),))
-        found["look"] = look
+        softmax = softmax._replace(teachers=(softmax.teachers[0]._replace(slopes=(slopes,)),))
+        found["divergence_pass"] = look
     ones = {f: torch.rand(len(problem.x), device=DEVICE) for f in want.facts if f.name != "teacher_entropy"}
     own = [teacher_coefficients(softmax.teachers[0], want.temperatures_of(want.teachers[0]), want.facts, facts, ones)]
     more = {"teachers": chunk, "teacher_pulls": own, "teacher_temperatures": [[1.0]]}
@@ -320,7 +320,7 @@ SHAPES = {
         Shape(32768, 128, 2, 1, 4), Shape(32768, 128, 4, 1, 4), Shape(16384, 128, 2, 1, 4), Shape(32768, 256, 2, 1, 8),
         Shape(32768, 128, 1, 1, 4), Shape(16384, 64, 2, 1, 2),
     ],
-    "look": [
+    "divergence_pass": [
         Shape(16384, 128, 1, 1, 4), Shape(32768, 128, 1, 1, 4), Shape(32768, 128, 2, 1, 4), Shape(16384, 256, 1, 1, 8),
     ],
     "pull": [

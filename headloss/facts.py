@@ -150,16 +150,16 @@ class Want:
         """The temperatures at which the row is compared with this teacher."""
         return self._compared.get(teacher, ())
 
-    def looks(self, teacher: str, temperature: float | None) -> tuple[Fact, ...]:
+    def divergences(self, teacher: str, temperature: float | None) -> tuple[Fact, ...]:
         """The divergences of this teacher, whose sum over the vocabulary needs a second read of the row."""
         if not self.divergent:
             return ()
         return tuple(f for f in self.facts if f.element is not None and f[1:3] == (temperature, teacher))
 
     @functools.cached_property
-    def all_looks(self) -> tuple[Fact, ...]:
+    def all_divergences(self) -> tuple[Fact, ...]:
         """All divergences, in the order in which a second read finds them."""
-        return tuple(f for name in self.teachers for T in self.temperatures_of(name) for f in self.looks(name, T))
+        return tuple(f for name in self.teachers for T in self.temperatures_of(name) for f in self.divergences(name, T))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Want) and self.facts == other.facts

@@ -255,9 +255,9 @@ def _explain(terms: Terms, arguments: CallArguments, source: bool) -> Explanatio
         prepared = prepare(targets, arguments.segments)  # raise now, not in a later call
         arguments = arguments._replace(targets=prepared, segments=prepared.segments)
     rows = rows_of(plan, arguments, host_read, chunked)
-    guides = bind_teachers(arguments.teachers, plan.want.teachers, arguments.source, rows)
-    chunks = chunks_of(plan, arguments, rows, guides)
-    return explain(plan, arguments, rows, chunks, guides, terms.backend, reads, source)
+    teacher_rows = bind_teachers(arguments.teachers, plan.want.teachers, arguments.source, rows)
+    chunks = chunks_of(plan, arguments, rows, teacher_rows)
+    return explain(plan, arguments, rows, chunks, teacher_rows, terms.backend, reads, source)
 
 
 def row_facts(

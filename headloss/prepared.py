@@ -27,7 +27,7 @@ class Stats(NamedTuple):
     valid: int  # rows that are not ignored
     low: int  # smallest and largest target among them
     high: int
-    loose: int  # valid rows without a segment
+    unassigned: int  # valid rows without a segment
     stray: int  # the largest segment id, or an id below -1 if there is one
     sorted: bool  # whether the valid rows' segment ids never fall
     lengths: tuple[int, ...]  # valid rows of each segment
@@ -40,9 +40,9 @@ class Stats(NamedTuple):
     def read(cls, numbers: Tensor) -> Stats:
         """From the numbers that `target_numbers` makes; this waits for the device."""
         valid, low, high, *more = numbers.tolist()
-        loose, stray, *order = more or (0, -1, 0)
+        unassigned, stray, *order = more or (0, -1, 0)
         falls, *lengths = order or (1,)  # a kernel that counts does not check the order
-        return cls(valid, low, high, loose, stray, not falls, tuple(lengths))
+        return cls(valid, low, high, unassigned, stray, not falls, tuple(lengths))
 
 
 class Prepared:
@@ -238,8 +238,8 @@ def check_stats(stats: Stats, vocab: int, num_segments: int | None = None, neede
         raise ValueError(f"targets: wanted values in [0, {vocab}) or {IGNORE}, got {bad}{hint}")
     if num_segments is not None and not -1 <= stats.stray < num_segments:
         raise ValueError(f"segments: id {stats.stray} is outside [-1, {num_segments})")
-    if num_segments is not None and needed is not None and stats.loose:
+    if num_segments is not None and needed is not None and stats.unassigned:
         raise ValueError(
-            f"segments: {stats.loose} rows that are not ignored have no segment (id -1), "
+            f"segments: {stats.unassigned} rows that are not ignored have no segment (id -1), "
             f"but term {needed!r} needs one for each"
         )

@@ -59,7 +59,7 @@ class Logits:
                 f"that share memory (an expanded tensor?), so a gradient cannot overwrite them; use inplace=False"
             )
 
-    narrow = False  # the gradient is written in the caller's own dtype, at the caller's own scale
+    is_fp16 = False  # the gradient is written in the caller's own dtype, at the caller's own scale
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -176,7 +176,7 @@ class Linear:
         return torch.promote_types(self.chunk_dtype, torch.float32)
 
     @property
-    def narrow(self) -> bool:
+    def is_fp16(self) -> bool:
         """Whether a chunk's gradient would underflow if it were written at its true scale."""
         return self.gemm_dtype == torch.float16
 

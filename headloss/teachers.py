@@ -17,7 +17,7 @@ y = (u - teacher max) / T, over the columns that student and teacher share:
     teacher_logit_square    sum u^2          none: a constant of the student
     divergence              sum f(log p, log q) for any element-wise f, with c_j = df/d(log p_j):  c_j - p_j sum_k c_k
 
-The last needs both softmaxes before its own sum: a second read of the row, a "look", in the same visit.
+The last needs both softmaxes before its own sum: a second read of the row in the same visit.
 
 A sparse teacher names K columns per row.  The loss sees only those and the tail, the rest of the vocabulary:
 
@@ -137,7 +137,7 @@ class DenseSoftmax(NamedTuple):
     max: Tensor
     log_S: tuple[Tensor, ...]
     log_St: tuple[Tensor, ...]
-    looks: tuple[Tensor | None, ...] = ()  # sum_k c_k of each divergence, in the order of the Want, or None
+    slopes: tuple[Tensor | None, ...] = ()  # sum_k c_k of each divergence, in the order of the Want, or None
 
 
 class SparseSoftmax(NamedTuple):
@@ -150,7 +150,7 @@ class SparseSoftmax(NamedTuple):
 TeacherSoftmax = DenseSoftmax | SparseSoftmax
 
 
-class Look(NamedTuple):
+class DivergencePull(NamedTuple):
     """The pull of one divergence, g (c_j - p_j C); see the table above."""
 
     element: Any
@@ -159,7 +159,7 @@ class Look(NamedTuple):
 
 
 class DensePull(NamedTuple):
-    """p_j (a + b log p_j + c log q_j) + d q_j, and the looks, at one temperature; None if nothing needs the term.
+    """p_j (a + b log p_j + c log q_j) + d q_j, and its divergences, at one temperature; None if nothing needs the term.
 
     z z_j + u u_j is the gradient by z itself, so it is not divided by a temperature.
     """
@@ -168,7 +168,7 @@ class DensePull(NamedTuple):
     b: Tensor | None = None
     c: Tensor | None = None
     d: Tensor | None = None
-    looks: tuple[Look, ...] = ()
+    divergences: tuple[DivergencePull, ...] = ()
     z: Tensor | None = None
     u: Tensor | None = None
 
@@ -211,7 +211,7 @@ DENSE: dict[str, Rule] = {
     "logit_dot": Rule(lambda dot: dot, lambda g: DensePull(u=g)),
     "logit_square": Rule(lambda square: square, lambda g: DensePull(z=2 * g)),
     "teacher_logit_square": Rule(lambda teacher_square: teacher_square, moves=False),
-    "divergence": Rule(None, lambda g: DensePull()),  # the second look gives its value and its pull
+    "divergence": Rule(None, lambda g: DensePull()),  # the second read gives its value and its pull
 }
 # From fields of `SparsePartial`, and from T, log_S, tail_log_sum and the student's max.
 SPARSE: dict[str, Rule] = {
@@ -376,11 +376,12 @@ def teacher_coefficients(
 ) -> TeacherPulls:
     """The chain rule for one teacher's facts, per temperature."""
     pulls: list[Any] = []
-    looks = [f for f in asked if f.element is not None]
+    divergent = [f for f in asked if f.element is not None]
+    slopes = dict(zip(divergent, softmax.slopes, strict=True)) if isinstance(softmax, DenseSoftmax) else {}
     for T in temperatures:
         mine = [f for f in asked if f.temperature == T and grads.get(f) is not None]
         kind: Any = SparsePull if isinstance(softmax, SparseSoftmax) else DensePull
         total = summed(kind, [COMPARING[f.name].pull(grads[f], facts.get(f)) for f in mine])
-        own = [Look(f.element, grads[f], softmax.looks[looks.index(f)]) for f in mine if f.element is not None]  # type: ignore[union-attr]
-        pulls.append(total._replace(looks=tuple(own)) if own else total)
+        own = [DivergencePull(f.element, grads[f], slopes[f]) for f in mine if f.element is not None]
+        pulls.append(total._replace(divergences=tuple(own)) if own else total)
     return tuple(pulls)

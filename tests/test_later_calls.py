@@ -919,8 +919,8 @@ LOOKED_AT = {name for name in OTHER_TEACHERS if name.startswith("columns") or na
 @inside
 @pytest.mark.parametrize("meet", [False, True])
 def test_one_thing_changes_next_to_several_teachers(meet, reached, monkeypatch):
-    looked, look = [], Settles._look
-    monkeypatch.setattr(Settles, "_look", lambda *call: looked.append(call) or look(*call))
+    looked, look = [], Settles._make
+    monkeypatch.setattr(Settles, "_make", lambda *call: looked.append(call) or look(*call))
     plain, names = Taught(meet), [*OTHER_TEACHERS]
     objective, truth = plain.made(), slowly(plain)  # the objective has seen all calls before this one
     names = names if not meet else ["other values", "scale, softcap", "columns off a boundary", "ignored rows"]
@@ -1046,7 +1046,7 @@ def test_segments_are_counted_with_them(rows, low):
     alone = triton_totals.count_targets(targets)
     assert torch.equal(numbers[:3], alone.numbers) and torch.equal(mean, alone.one_token)
     stats = prepared.Stats.read(numbers)
-    assert not stats.sorted and (stats.loose, stats.stray) == tuple(expected[3:5].tolist())
+    assert not stats.sorted and (stats.unassigned, stats.stray) == tuple(expected[3:5].tolist())
 
 
 @inside

@@ -22,7 +22,7 @@ from headloss.backends.torch_kept import BUFFER_BYTES as BUFFER_BYTES
 from headloss.backends.torch_kept import Kept, same_memory
 from headloss.backends.torch_kept import keep as keep
 from headloss.backends.torch_teacher_pulls import add_at_ids, pull_tile, tail_slope
-from headloss.backends.torch_teachers import Comparison, join, second_look
+from headloss.backends.torch_teachers import Comparison, divergence_sums, join
 from headloss.backends.torch_tile import Room, Tile, divide, floored, logits
 from headloss.facts import FLOOR, Moments, Partial, Pull, Softmax, Want
 from headloss.teachers import DenseChunk, DensePull, DenseSoftmax, TeacherChunk, TeacherPulls, Temperature, places
@@ -32,7 +32,7 @@ NAME = "torch"
 TILE_BYTES = {"cpu": 1 << 23}  # with 1 MiB, a fifth of the time goes into calling torch and waiting for threads
 TILE_BYTES_ELSEWHERE = 64 << 20
 lower = product = product_ranks = None  # no programs and no matrix products: this backend has no kernels
-LOOK_BUFFERS = 8  # a divergence and its slope hold about 20 buffers of a tile's size
+DIVERGENCE_BUFFERS = 8  # a divergence and its slope hold about 20 buffers of a tile's size
 
 
 def sums(
@@ -156,12 +156,12 @@ def pull(
         for i, (T, log_sum, k) in enumerate(zip(temperatures, softmax.log_sums, pulls, strict=True))
         if any(x is not None for x in k)
     ]
-    looks = kept is None and any(isinstance(k, DensePull) and k.looks for own in teacher_pulls for k in own)
+    divergent = kept is None and any(isinstance(k, DensePull) and k.divergences for own in teacher_pulls for k in own)
     room = Room()
     in_place = kept is not None and same_memory(kept.buffer_CV, out_CV)
     shared = kept is not None and any(isinstance(chunk, DenseChunk) for chunk in teachers)  # its pull needs e again
     # the same tiles as in `sums`
-    for rows in _tiles(raw_CV, LOOK_BUFFERS if looks else _buffers(teachers, kept)):
+    for rows in _tiles(raw_CV, DIVERGENCE_BUFFERS if divergent else _buffers(teachers, kept)):
         tile = Tile(raw_CV[rows], rows, scale, softcap, softmax, kept, room)
         bent = tile.held("bent") is not None
         grad_BV = None
@@ -203,7 +203,7 @@ def pull(
             out_CV[rows] = grad_BV
 
 
-def look(
+def divergence_pass(
     raw_CV: Tensor,
     want: Want,
     softmax: Softmax,
@@ -219,20 +219,20 @@ def look(
 
     `whole`: these are all the columns; the pull will have them all too, and sums the slopes itself.
     """
-    if kept is not None and kept.looks:  # `sums` has computed it already
-        return [(torch.cat(kept.looks), None)]
+    if kept is not None and kept.divergences:  # `sums` has computed it already
+        return [(torch.cat(kept.divergences), None)]
     tiles: list[list[tuple[Tensor, Tensor | None]]] = []
-    for rows in _tiles(raw_CV, LOOK_BUFFERS):
+    for rows in _tiles(raw_CV, DIVERGENCE_BUFFERS):
         z_BV = Tile(raw_CV[rows], rows, scale, softcap, softmax, kept, Room()).z_BV
         found: list[tuple[Tensor, Tensor | None]] = []
         for name, chunk, seen, Ts in zip(want.teachers, teachers, softmax.teachers, teacher_temperatures, strict=True):
             if isinstance(chunk, DenseChunk):
                 assert isinstance(seen, DenseSoftmax)
                 for i, key in enumerate(want.temperatures_of(name)):
-                    elements = [f.element for f in want.looks(name, key)]
-                    found += second_look(z_BV, rows, chunk, seen, softmax, Ts[i], i, elements, whole)
+                    elements = [f.element for f in want.divergences(name, key)]
+                    found += divergence_sums(z_BV, rows, chunk, seen, softmax, Ts[i], i, elements, whole)
         tiles.append(found)
-    return [tuple(join(xs) for xs in zip(*look, strict=True)) for look in zip(*tiles, strict=True)]
+    return [tuple(join(xs) for xs in zip(*pair, strict=True)) for pair in zip(*tiles, strict=True)]
 
 
 def scale_(x: Tensor, scale: Tensor) -> None:
@@ -273,7 +273,7 @@ def _over(
 def _buffers(teachers: Sequence[TeacherChunk], kept: Kept | None) -> int:
     """How many buffers of a tile's size are alive at once; the sums and the pull must walk the same tiles."""
     if kept is not None and kept.fact is not None and kept.fact.element is not None:
-        return LOOK_BUFFERS
+        return DIVERGENCE_BUFFERS
     return 1 if not teachers or kept is not None else 2
 
 

@@ -36,7 +36,7 @@ class Kept:
         self.missing: set[int] = set()
         self.ids: dict[int, Tensor] = {}  # by tile, (B, K) e^x at the ids of a sparse teacher, where e itself is 0
         self.slopes: dict[int, Tensor] = {}  # by tile, (B, 1) the softcap's slope at the target
-        self.looks: list[Tensor] = []  # (B,) the divergence whose unit pull is kept, tile by tile
+        self.divergences: list[Tensor] = []  # (B,) the divergence whose unit pull is kept, tile by tile
 
     def holds(self, kind: str, rows: slice) -> bool:
         return self.kind == kind and rows.start not in self.missing

@@ -50,15 +50,15 @@ def pull_tile(
                 u_BU = logits(chunk.raw_CV[rows, : chunk.columns], chunk.scale, chunk.softcap).to(z_BU.dtype)
                 grad_BV = tile.zeros() if grad_BV is None else grad_BV
                 plain_pull(grad_BV[:, : chunk.columns], z_BU, u_BU, pull, rows)
-            if not pull.looks and all(x is None for x in pull[:4]):
+            if not pull.divergences and all(x is None for x in pull[:4]):
                 continue
             unit_BV = tile.held("unit")
             if unit_BV is not None:
-                g = pull.looks[0].g if pull.looks else pull.a
+                g = pull.divergences[0].g if pull.divergences else pull.a
                 assert g is not None
                 g_BU = unit_BV.mul_((g / T)[rows, None])
-            elif pull.looks:
-                g_BU = _pull_looks(pull, tile, chunk, seen, T, i)
+            elif pull.divergences:
+                g_BU = _pull_divergences(pull, tile, chunk, seen, T, i)
                 g_BU = divide(g_BU, T, rows, into=g_BU)
             else:
                 kept = None if tile.kept is None or tile.kept.number[number] != i else tile.held("e")
@@ -74,13 +74,13 @@ def pull_tile(
     return grad_BV
 
 
-def _pull_looks(pull: DensePull, tile: Tile, chunk: DenseChunk, seen: DenseSoftmax, T: Any, i: int) -> Tensor:
+def _pull_divergences(pull: DensePull, tile: Tile, chunk: DenseChunk, seen: DenseSoftmax, T: Any, i: int) -> Tensor:
     """The pull of divergences, and of whatever else pulls at this temperature, with respect to s."""
     rows = tile.rows
     logp_BU, logq_BU = logprobs(tile.z_BV, rows, chunk, seen, tile.softmax, T, i)
     p_BU = logp_BU.exp()
     g_BU = None
-    for element, g, C in pull.looks:
+    for element, g, C in pull.divergences:
         _, slope_BU = element.value_and_slope(logp_BU, logq_BU)
         C_B = slope_BU.sum(-1) if C is None else C[rows]
         own_BU = torch.addcmul(slope_BU, p_BU, C_B[:, None], value=-1).mul_(g[rows, None])

@@ -214,7 +214,7 @@ class Comparison:
         p_BV, q_BV = torch.mul(e_BV, 1 / S_B1, out=self.room("p", e_BV, self.dtype)), f_BV.mul_(1 / St_B1)
         logs = (functools.partial(_log, s_BV, S_B1), functools.partial(_log, y_BV, St_B1))
         buffer = lambda name, dtype: self.room(f"{name} {dtype}", e_BV, dtype)
-        kept.looks.append(kept.fact.element.sum_and_pull(*logs, p_BV, q_BV, kept.tile(rows), buffer))
+        kept.divergences.append(kept.fact.element.sum_and_pull(*logs, p_BV, q_BV, kept.tile(rows), buffer))
 
     def partial(self) -> DensePartial | SparsePartial:
         tiles = self.parts
@@ -290,7 +290,7 @@ def join(xs: Sequence[Tensor | None]) -> Any:
     return None if xs[0] is None else torch.cat([x for x in xs if x is not None])
 
 
-def second_look(
+def divergence_sums(
     z_BV: Tensor,
     rows: slice,
     chunk: DenseChunk,
@@ -298,14 +298,14 @@ def second_look(
     softmax: Softmax,
     T: Temperature,
     i: int,
-    looks: Any,
+    divergences: Any,
     whole: bool,
 ) -> list[tuple[Tensor, Tensor | None]]:
     """For each divergence, its sum over these columns and, unless they are the whole row, that of its slopes."""
     logp_BU, logq_BU = logprobs(z_BV, rows, chunk, seen, softmax, T, i)
     if whole:
-        return [(element.value(logp_BU, logq_BU).sum(-1), None) for element in looks]
-    pairs = [element.value_and_slope(logp_BU, logq_BU) for element in looks]
+        return [(element.value(logp_BU, logq_BU).sum(-1), None) for element in divergences]
+    pairs = [element.value_and_slope(logp_BU, logq_BU) for element in divergences]
     return [(value.sum(-1), slope.sum(-1)) for value, slope in pairs]
 
 

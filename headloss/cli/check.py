@@ -189,7 +189,7 @@ def check_facts(p: Problem, want: tuple[str, ...], teacher: str | None) -> Itera
         call: dict[str, Any] = {"host_read": False} if path == "no host read" else {}
         source = _source(kind, leaves, options)
         try:
-            got = hl.row_facts(source, p.targets, want, backend=backend, teacher=p.guide(teacher, dtype), **call)
+            got = hl.row_facts(source, p.targets, want, backend=backend, teacher=p.teacher_of(teacher, dtype), **call)
         except ValueError as error:
             if _is_refused(error):
                 continue
@@ -222,7 +222,7 @@ def check_loss(p: Problem, name: str, fn: Callable[..., Any], teacher: str | Non
         if asks:
             call["segments"] = p.segments
         if teacher:
-            call["teacher"] = p.guide(teacher, DTYPES[dtype])
+            call["teacher"] = p.teacher_of(teacher, DTYPES[dtype])
         if path == "no host read":
             call["host_read"] = False
         objective = hl.Objective(term=fn, backend=backend)

@@ -77,7 +77,7 @@ class Problem(NamedTuple):
         normal = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)
         return {n: example(n, N, S, logp.cpu(), normal).to(logp.device) for n in asked}
 
-    def guide(self, teacher: str | None, dtype: torch.dtype) -> Any:
+    def teacher_of(self, teacher: str | None, dtype: torch.dtype) -> Any:
         if teacher == "sparse":
             return hl.Sparse(self.ids, self.ids_logprob)
         return None if teacher is None else hl.Logits(self.teacher.to(dtype))
@@ -148,8 +148,10 @@ def given(p: Problem, fn: Callable[..., Any] | None, teacher: str | None, source
     """The call in the form that the dense computation takes."""
     inputs = {} if fn is None or teacher else p.inputs(fn)
     kinds = {n: "row" if x.ndim and len(x) == len(p.targets) else "whole" for n, x in inputs.items()}
-    guide = p.guide(teacher, source.tensors[0].dtype)
-    return DenseCall(source, p.targets, p.segments, {} if guide is None else {"teacher": guide}, inputs, kinds)
+    teacher_source = p.teacher_of(teacher, source.tensors[0].dtype)
+    return DenseCall(
+        source, p.targets, p.segments, {} if teacher_source is None else {"teacher": teacher_source}, inputs, kinds
+    )
 
 
 def leaves_of(p: Problem, kind: str, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -48,24 +48,24 @@ def bind(plan: Plan, arguments: CallArguments, wanted: bool = True) -> tuple[Swe
         chunked = chunked_because(plan, source)
     support = arguments.support
     rows = rows_of(plan, arguments, host_read, chunked)
-    guides: dict[str, Any] = {}
+    teacher_rows: dict[str, Any] = {}
     taken: dict[str, Tensor] = {}
     if arguments.teacher:
         if support is not None:
-            looked = {n: x for n, x in arguments.teachers.items() if n in plan.named_teachers}  # of active terms
-            arguments = arguments._replace(teacher=restrict_teachers(looked, support, rows.given, source, plan.backend))
+            named = {n: x for n, x in arguments.teachers.items() if n in plan.named_teachers}  # of active terms
+            arguments = arguments._replace(teacher=restrict_teachers(named, support, rows.given, source, plan.backend))
         rows = _by_route(rows, plan, arguments)
-        guides = bind_teachers(arguments.teachers, plan.named_teachers, source, rows, plan.backend)
-        for n, guide in guides.items():
-            if isinstance(guide, SparseTeacherRows):
-                mine = (guide.ids_RK, guide.logprob_RK)
+        teacher_rows = bind_teachers(arguments.teachers, plan.named_teachers, source, rows, plan.backend)
+        for n, teacher in teacher_rows.items():
+            if isinstance(teacher, SparseTeacherRows):
+                mine = (teacher.ids_RK, teacher.logprob_RK)
                 taken |= {f"{i} of {n}": x for i, x in zip(TEACHER_INPUTS, mine, strict=True)}
-    chunks = chunks_of(plan, arguments, rows, guides)
+    chunks = chunks_of(plan, arguments, rows, teacher_rows)
     if rows.segments is not None and rows.segments.group is not None:
         rows.join(*_compared_by_segment(plan, arguments, wanted))
     loss = TermsOnRows(plan, arguments, rows, chunks, taken)
     kind = SupportSweep if support is not None else Sweep if chunked else ProductSweep
-    sweep = kind(source, rows, plan.want, plan.backend, guides, plan.program)
+    sweep = kind(source, rows, plan.want, plan.backend, teacher_rows, plan.program)
     if source.shard is not None:
         sweep.compared = _compared(plan, arguments, loss)
         sweep.terms = f"{kind.__name__}: {_terms_in_words(plan, arguments, loss)}"
@@ -163,7 +163,7 @@ def rows_of(plan: Plan, arguments: CallArguments, host_read: bool, chunked: str)
 
 
 def chunks_of(
-    plan: Plan, arguments: CallArguments, rows: Rows, guides: Mapping[str, TeacherRows]
+    plan: Plan, arguments: CallArguments, rows: Rows, teacher_rows: Mapping[str, TeacherRows]
 ) -> list[Chunk] | None:
     """The chunks of a visit; None if all facts must be known before the first cotangent."""
     source, segments, support, program = arguments.source, arguments.segments, arguments.support, plan.program
@@ -173,7 +173,7 @@ def chunks_of(
         parts = support_chunks(support.known(), rows, source)
         return [Chunk(part) for part in parts] if rows.count and (len(parts) == 1 or plan.kind == "row") else None
     if program is not None and type(source) is Logits:
-        taught = most_rows(guides) if guides else None  # how many rows of teachers' logits fit at a time
+        taught = most_rows(teacher_rows) if teacher_rows else None  # how many rows of teachers' logits fit at a time
         if taught is None:
             return [Chunk(slice(0, rows.count))] if rows.count else None
         if plan.kind == "segment":
@@ -181,16 +181,16 @@ def chunks_of(
         step = max(1, taught)
         return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None
     if makes_grad_in_forward(plan, source):
-        return logits_chunks(plan, source, rows, guides)
+        return logits_chunks(plan, source, rows, teacher_rows)
     if not isinstance(source, Linear) or plan.kind == "batch" or plan.want.only_ids:
         return None
     if plan.kind == "segment" and segments is not None and segments.group is not None:
         return None  # a sum over ranks must see all rows
-    cost = cost_of(guides, source, rows)
+    cost = cost_of(teacher_rows, source, rows)
     if plan.kind == "row":
         return row_chunks(source, cost, rows.count)
     if not rows.by_segment:
         return None  # interleaved segments are not sorted if a metric may depend on the order of rows
     most = chunk_rows(source, cost, rows.count)
-    runs = rows.aligned(most) if rows.stats is not None and not rows.stats.loose else None
+    runs = rows.aligned(most) if rows.stats is not None and not rows.stats.unassigned else None
     return None if runs is None else [Chunk(*run) for run in runs]

@@ -181,11 +181,11 @@ class RoutedRows(DenseTeacherRows):
             self.held_CV[slot] = torch.empty(len(host_C), padded(V), dtype=self._dtype, device=device)[:, :V]
         held_CV, numbers = self.held_CV[slot][: len(host_C)], self.rows.numbers(part)
         held_CV.masked_fill_((self.route_R[part] < 0)[:, None], 0) if bool((host_C < 0).any()) else None
-        for i, guide in enumerate(self.each):
+        for i, teacher in enumerate(self.each):
             mine = (host_C == i).nonzero()[:, 0]
             if not len(mine):
                 continue
-            head = guide.head = guide.head or guide._open()
+            head = teacher.head = teacher.head or teacher._open()
             first, end = int(mine[0]), int(mine[-1]) + 1
             here: Any = slice(first, end) if end - first == len(mine) else mine.to(device)
             if isinstance(numbers, Tensor):
@@ -193,7 +193,7 @@ class RoutedRows(DenseTeacherRows):
             else:
                 start = numbers.start
                 at = slice(start + first, start + end) if isinstance(here, slice) else start + here
-            if isinstance(head, LinearHead) and isinstance(here, slice) and guide.teacher.chunk_dtype == self._dtype:  # type: ignore[union-attr]
+            if isinstance(head, LinearHead) and isinstance(here, slice) and teacher.teacher.chunk_dtype == self._dtype:  # type: ignore[union-attr]
                 own, head.buffers_CV = head.buffers_CV, {slot: held_CV[here]}  # write the product here
                 head.read(at, slot)
                 head.buffers_CV = own  # or a later chunk of scattered rows would overwrite others
@@ -203,25 +203,25 @@ class RoutedRows(DenseTeacherRows):
 
     def close(self) -> None:
         self.made, self.held_CV = None, {}
-        for guide in self.each:
-            guide.close()
+        for teacher in self.each:
+            teacher.close()
 
     def tensors(self) -> dict[str, Tensor]:
-        own = {f"{i}:{n}": x for i, guide in enumerate(self.each) for n, x in guide.tensors().items()}
+        own = {f"{i}:{n}": x for i, teacher in enumerate(self.each) for n, x in teacher.tensors().items()}
         return {"route": self.route, **own}
 
     def strip(self) -> None:
         self.close()
-        for guide in self.each:
-            guide.strip()
+        for teacher in self.each:
+            teacher.strip()
         self.teacher, self.temperature = self.each[0].teacher, 1.0
         self.route = self.route_R = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> RoutedRows:
         each = []
-        for i, guide in enumerate(self.each):
+        for i, teacher in enumerate(self.each):
             own = {n.split(":", 1)[1]: x for n, x in tensors.items() if n.startswith(f"{i}:")}
-            each.append(guide.whole(own, source, rows))
+            each.append(teacher.whole(own, source, rows))
         return RoutedRows(each, tensors["route"], rows, self.host_N, source.fact_dtype)
 
 

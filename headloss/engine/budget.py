@@ -38,7 +38,7 @@ NO_COST = Cost()
 def accumulator(source: Linear, several: bool) -> torch.dtype:
     """The dtype that accumulates the weight's gradient.  A single chunk needs no more than the weight's own dtype."""
     wide = source.weight_grad_dtype or torch.promote_types(source.gemm_dtype, torch.float32)
-    if source.narrow:  # not yet normalised: a sum over many rows overflows float16
+    if source.is_fp16:  # not yet normalised: a sum over many rows overflows float16
         return torch.promote_types(wide, torch.float32)
     return wide if several or source.weight_grad_dtype is not None else source.weight.dtype
 
@@ -82,7 +82,7 @@ def row_chunks(source: Linear, cost: Cost, count: int) -> list[Chunk]:
     whose gradient goes into one matrix product: the fewer such runs, the less is accumulated.
     """
     parts = pieces(count, chunk_rows(source, cost, count))
-    if cost.row and source.shard is None and not source.narrow:
+    if cost.row and source.shard is None and not source.is_fp16:
         for n in range(1, len(parts)):
             longest = -(-count // n)
             room = source.room(besides(source, cost, n > 1)) - longest * (source.row_bytes + cost.gathered)

@@ -77,8 +77,8 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
     for term in every:
         _check_numbers(term)
         facts = facts_of(term.call(None, teachers))
-        looked = [Top.named(n).of if n.startswith("top=") else n for n in (str(f.teacher) for f in facts)]
-        wholly = [name.removeprefix("whole=") for name in looked if name is not None and is_whole(name)]
+        named = [Top.named(n).of if n.startswith("top=") else n for n in (str(f.teacher) for f in facts)]
+        wholly = [name.removeprefix("whole=") for name in named if name is not None and is_whole(name)]
         teachers |= {whole_of(n): Draft(teachers[n].teacher, teachers[n].ids, True) for n in wholly if n in teachers}
     ignored = missing = lost = None
     if isinstance(targets, Prepared):

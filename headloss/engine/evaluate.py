@@ -95,9 +95,13 @@ def _at_once(terms: Terms, path: FastPath, arguments: CallArguments, direct: boo
 
 def _facts(sweep: Sweep, plan: Plan, blocks: Sequence[Tensor], visited: Any) -> Facts:
     """The facts of a call, with 0 in rows that have no routed teacher: a kernel leaves some value there."""
-    if sweep.guides and visited is not None and any(isinstance(x, RoutedRows) for x in sweep.guides.values()):
+    if (
+        sweep.teacher_rows
+        and visited is not None
+        and any(isinstance(x, RoutedRows) for x in sweep.teacher_rows.values())
+    ):
         every, values = slice(0, sweep.rows.count), visited.of(blocks).fact_values
-        hidden = [sweep.guides[f.teacher].hides(f.name, every) if f.teacher else None for f in plan.want.facts]
+        hidden = [sweep.teacher_rows[f.teacher].hides(f.name, every) if f.teacher else None for f in plan.want.facts]
         blocks = [x if mask is None else x.masked_fill(mask, 0) for x, mask in zip(values, hidden, strict=True)]
         visited = None
     return facts_of(sweep.rows, plan.want, blocks, visited)

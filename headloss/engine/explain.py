@@ -104,7 +104,7 @@ def explain(
     arguments: CallArguments,
     rows: Rows,
     chunks: Sequence[Chunk] | None,
-    guides: Mapping[str, TeacherRows],
+    teacher_rows: Mapping[str, TeacherRows],
     backend: str,
     read_because: str,
     show_source: bool = False,
@@ -112,13 +112,13 @@ def explain(
     source = arguments.source
     read_because = "" if source.device.type == "cpu" else read_because  # meta tensors stand for a GPU's
     engine = plan.backend.NAME
-    cost = cost_of(guides, source, rows)
+    cost = cost_of(teacher_rows, source, rows)
     terms = tuple(TermPlan(t.name, t.call.signature.name, *t.trace[:2], _taken(t)) for t in plan.terms)
     if isinstance(source, Linear):
         walked = chunks or [Chunk(part) for part in parts(rows.count, chunk_rows(source, cost, rows.count))]
         pieces = len(walked)
         sizes, grade = _linear_bytes(source, walked, cost), _linear_grade(plan, arguments.segments, rows, chunks)
-        gemms = 0 if plan.want.only_ids else 3 if chunks is not None else 4 + _looks_across_ranks(plan, source)
+        gemms = 0 if plan.want.only_ids else 3 if chunks is not None else 4 + _divergences_across_ranks(plan, source)
     else:
         pieces, gemms = len(chunks) if chunks else 1, 0
         written = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
@@ -127,12 +127,12 @@ def explain(
         if plan.program is not None and not plan.program.by_segment:
             again = any(f.element is not None for f in plan.want.facts)
             grade = f"in the same pass: logits are read {'twice for a divergence' if again else 'once'}, written once"
-        if makes_grad_in_forward(plan, source) and (chunks or reads_all_rows(source, rows, guides)):
+        if makes_grad_in_forward(plan, source) and (chunks or reads_all_rows(source, rows, teacher_rows)):
             grade = "in the same pass: exponentials are kept where the gradient will stand, and not made twice"
             if source.fact_dtype != source.logits.dtype and chunks:
                 held = max(c.rows.stop - c.rows.start for c in chunks) * source.columns * source.fact_dtype.itemsize
                 sizes["exponentials of a chunk"] = held
-        most = most_rows(guides)
+        most = most_rows(teacher_rows)
         if most is not None:
             sizes["teachers' logits"] = min(most, rows.count) * cost.row
             sizes["rows of teachers' weights, and copies"] = cost.besides
@@ -151,10 +151,10 @@ def explain(
         rows.count * source.fact_dtype.itemsize * 2 * (len(plan.want.facts) + 1)
     )
     if plan.kept:
-        pieces, gemms, products = len(_kept_parts(arguments, rows, guides)), 0, ""
+        pieces, gemms, products = len(_kept_parts(arguments, rows, teacher_rows)), 0, ""
         grade = "kept columns alone: no full GEMM and no pass over the vocabulary"
         grade += "" if chunks else "; they are made again for the gradient"
-        sizes = _kept_bytes(arguments, rows, guides)
+        sizes = _kept_bytes(arguments, rows, teacher_rows)
     swept = chunked and not plan.want.only_ids and not plan.kept
     apart = int(plan.want.plain and engine == "triton")  # facts of the raw logits, and their gradient
     return Explanation(
@@ -175,7 +175,7 @@ def explain(
         forward_sweeps=1 + apart if swept else 0,
         sweeps=2 + 2 * apart if swept else int(bent),
         gemms=gemms,
-        teacher_gemms=0 if plan.kept else _teacher_gemms(plan, source, guides, chunks, pieces),
+        teacher_gemms=0 if plan.kept else _teacher_gemms(plan, source, teacher_rows, chunks, pieces),
         host_reads=int(read_because != ""),
         read_because=read_because,
         collectives=_collectives(plan, arguments, pieces if chunks is not None else 1),
@@ -186,20 +186,20 @@ def explain(
 
 
 def _kept_parts(
-    arguments: CallArguments, rows: Rows, guides: Mapping[str, TeacherRows]
+    arguments: CallArguments, rows: Rows, teacher_rows: Mapping[str, TeacherRows]
 ) -> list[tuple[slice, int, int]]:
     """Runs of rows whose kept logits are made together: the rows, the places per row, and the bytes."""
     source, support = arguments.source, arguments.support
     assert support is not None
-    each = source.fact_dtype.itemsize * (1 + sum(isinstance(g, DenseTeacherRows) for g in guides.values()))
+    each = source.fact_dtype.itemsize * (1 + sum(isinstance(g, DenseTeacherRows) for g in teacher_rows.values()))
     known = support.known()
     parts = support_chunks(known, rows, source, each // source.fact_dtype.itemsize - 1)
     widths = [width(known, rows, part) for part in parts]
     return [(part, W, (part.stop - part.start) * W * each) for part, W in zip(parts, widths, strict=True)]
 
 
-def _kept_bytes(arguments: CallArguments, rows: Rows, guides: Mapping[str, TeacherRows]) -> dict[str, int]:
-    source, parts = arguments.source, _kept_parts(arguments, rows, guides)
+def _kept_bytes(arguments: CallArguments, rows: Rows, teacher_rows: Mapping[str, TeacherRows]) -> dict[str, int]:
+    source, parts = arguments.source, _kept_parts(arguments, rows, teacher_rows)
     part, width, most = max(parts, key=lambda x: x[2])
     found = {f"kept logits of {part.stop - part.start} rows x {width}": most}
     if isinstance(source, Linear):
@@ -228,7 +228,7 @@ def _bends(plan: Plan) -> bool:
     """Whether some term's gradient may have more parts than a p_j + c + y 1[j = target]."""
     settles = plan.settles or plan.program
     if settles is not None:
-        return any(x for there in settles.there for x in there[1:3])
+        return any(x for present in settles.present for x in present[1:3])
     one = torch.ones((), dtype=torch.float32, device="cpu")
     read = {fact for term in plan.terms for fact in {*term.call.facts} - term.trace.unused}
     pulls = [FACTS[fact.name].pull(one, one, one) for fact in read]
@@ -253,18 +253,18 @@ def _launches(plan: Plan) -> str:
 
 
 def _teacher_gemms(
-    plan: Plan, source: Source, guides: Mapping[str, TeacherRows], chunks: Sequence[Chunk] | None, pieces: int
+    plan: Plan, source: Source, teacher_rows: Mapping[str, TeacherRows], chunks: Sequence[Chunk] | None, pieces: int
 ) -> int:
     """How many GEMMs make teachers' logits: one per teacher in a visit.  Without a visit, one more for the gradient,
-    and one for a second look across ranks, unless there is a single chunk, whose logits still exist."""
-    made = len(heads_of(guides))
+    and one for a second read across ranks, unless there is a single chunk, whose logits still exist."""
+    made = len(heads_of(teacher_rows))
     if chunks is not None:
         return made
-    return made * (2 + (_looks_across_ranks(plan, source) and not (isinstance(source, Linear) and pieces == 1)))
+    return made * (2 + (_divergences_across_ranks(plan, source) and not (isinstance(source, Linear) and pieces == 1)))
 
 
-def _looks_across_ranks(plan: Plan, source: Source) -> bool:
-    """Whether the logits of all rows are made once more, after the gather, for a divergence's second look."""
+def _divergences_across_ranks(plan: Plan, source: Source) -> bool:
+    """Whether the logits of all rows are made once more, after the gather, for a divergence's second read."""
     return source.shard is not None and any(f.element is not None for f in plan.want.facts)
 
 
@@ -272,8 +272,8 @@ def _linear_grade(plan: Plan, segments: Segments | None, rows: Rows, chunks: Seq
     if plan.want.only_ids:
         return "only the teacher's ids: no softmax over the vocabulary and no full GEMM"
     if chunks is not None:
-        look = ", read twice for a divergence" if any(f.element is not None for f in plan.want.facts) else ""
-        return f"in the same pass: each chunk's logits are made once{look}"
+        twice = ", read twice for a divergence" if any(f.element is not None for f in plan.want.facts) else ""
+        return f"in the same pass: each chunk's logits are made once{twice}"
     batch = [f"{t.name}: {t.trace.reason}" for t in plan.terms if t.trace.kind == "batch"]
     if batch:
         why = batch[0]
@@ -304,7 +304,7 @@ def _linear_bytes(source: Linear, chunks: Sequence[Chunk], cost: Cost) -> dict[s
         "gathered hidden rows": runs * cost.gathered,
         **named,
         "gradient of hidden": source.hidden.numel()
-        * (source.fact_dtype if source.narrow else source.hidden.dtype).itemsize,
+        * (source.fact_dtype if source.is_fp16 else source.hidden.dtype).itemsize,
         "weight gradient": 0 if _added(source, several) else source.weight.numel() * source.weight.element_size(),
     }
 
@@ -334,7 +334,7 @@ def _collectives(plan: Plan, arguments: CallArguments, visited: int) -> dict[str
 
 def _added(source: Linear, several: bool) -> bool:
     """Whether the product that makes the weight's gradient adds it to main_grad itself."""
-    return not several and source.weight_grad_into == "main_grad" and not source.narrow
+    return not several and source.weight_grad_into == "main_grad" and not source.is_fp16
 
 
 def size_of(n: int) -> str:

@@ -47,7 +47,7 @@ class FastCall(Launched):
     stats: Stats | None = None
     spans: Any = None
     dense: tuple[Any, ...] = ()  # dense teachers
-    guide: SparseTeacherRows | None = None
+    sparse_rows: SparseTeacherRows | None = None
     # `shared_weight` reads these and `stats` as it would from `Rows`
     num_items = one_token = None
     tokens = property(lambda self: self.stats.valid)
@@ -115,8 +115,8 @@ class FastCall(Launched):
         else:  # by name, if the call was just planned
             self.teacher = arguments.teachers[ONLY]
         of = Rows(path.shape, self.targets, None, self.valid, None, self.stats, self.skipped)
-        self.guide = SparseTeacherRows(self.teacher, of, path.plan.dtype, path.backend, checked)
-        self.guide.strip()
+        self.sparse_rows = SparseTeacherRows(self.teacher, of, path.plan.dtype, path.backend, checked)
+        self.sparse_rows.strip()
 
     def _shared(self, num_items: Any, present: Tensor | None) -> tuple[Any, ...]:
         """For each term of a call with segments, the factor that the weights of all its rows or segments share.
@@ -134,13 +134,13 @@ class FastCall(Launched):
         if not plan.has_gradient and (grad or torch.is_grad_enabled()):
             check_gradient(plan.terms, grad)
         begun = 0.0 if "compiling" in plan.times else time.perf_counter()
-        guide, out = self.guide, None
-        if guide is None:
+        sparse_rows, out = self.sparse_rows, None
+        if sparse_rows is None:
             named = zip(path.dense, self.dense)
             teachers = tuple([path.heads[n].read(z) if n in path.heads else z.logits for n, z in named])
         else:
-            teachers = (SparseChunk(guide.ids_RK, guide.sorted_RK),)
-            inputs = {**inputs, SPARSE_IDS: guide.ids_RK, SPARSE_LOGPROB: guide.logprob_RK}
+            teachers = (SparseChunk(sparse_rows.ids_RK, sparse_rows.sorted_RK),)
+            inputs = {**inputs, SPARSE_IDS: sparse_rows.ids_RK, SPARSE_LOGPROB: sparse_rows.logprob_RK}
         given = tuple(map(inputs.__getitem__, path.taken)) if path.taken else ()
         if head is None:
             x = source.logits
@@ -155,7 +155,7 @@ class FastCall(Launched):
             if head is None:
                 x = x.reshape(path.count, -1)
                 out_NV = None if out is None else out.view(x.shape)
-            if guide is None:
+            if sparse_rows is None:
                 teachers = tuple([z.reshape(path.count, -1) for z in teachers])
         more = (self.spans or self._spans(targets),) if path.shares else ()
         mean = tuple([self.mean if m else 1.0 for m in path.means]) if path.each_mean else self.mean
@@ -173,7 +173,7 @@ class FastCall(Launched):
         ids = segments.ids
         ids = ids if ids.ndim == 1 else ids.reshape(-1)
         ids = ids.masked_fill(targets == IGNORE, -1) if skipped else ids
-        rising = stats.sorted and not stats.loose
+        rising = stats.sorted and not stats.unassigned
         return self.path.backend.spans(ids, segments.num_segments, rising, whole=not skipped)
 
     def forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -182,7 +182,7 @@ class FastCall(Launched):
         loss, grads = self.run()
         if self.targets is not None:
             held.append(self.targets)
-        if self.guide is not None:
+        if self.sparse_rows is not None:
             held += (teacher.ids, teacher.logprobs)
         for dense in self.dense:
             held += dense.tensors
@@ -214,9 +214,9 @@ class FastCall(Launched):
         path = self.path
         rows = Rows(path.shape, tensors.get("targets"), None, None, None, self.stats, self.skipped)
         source = with_tensors(path.bare, {n: x for n, x in tensors.items() if hasattr(path.bare, n)})
-        guides: dict[str, Any] = {} if self.guide is None else {ONLY: self.guide}
+        teacher_rows: dict[str, Any] = {} if self.sparse_rows is None else {ONLY: self.sparse_rows}
         for name, bare in path.dense.items():
             label = f"{teacher_label(name)}."
             own = {n.removeprefix(label): x for n, x in tensors.items() if n.startswith(label)}
-            guides[name] = DenseTeacherRows(with_tensors(bare, own), source, rows)
-        return Sweep(source, rows, path.want, path.backend, guides, path.plan.program)
+            teacher_rows[name] = DenseTeacherRows(with_tensors(bare, own), source, rows)
+        return Sweep(source, rows, path.want, path.backend, teacher_rows, path.plan.program)

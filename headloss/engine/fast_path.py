@@ -211,7 +211,7 @@ def _counted(plan: Plan) -> bool:
 def _is_even(head: Linear) -> bool:
     """Whether it has one dtype, and all rows of its weight are columns."""
     dtypes = {head.hidden.dtype, head.weight.dtype, head.gemm_dtype, head.chunk_dtype}
-    return len(dtypes) == 1 and not head.narrow and head.vocab == head.weight.shape[0]
+    return len(dtypes) == 1 and not head.is_fp16 and head.vocab == head.weight.shape[0]
 
 
 def _in_one_chunk(plan: Plan, arguments: CallArguments) -> bool:
@@ -220,8 +220,8 @@ def _in_one_chunk(plan: Plan, arguments: CallArguments) -> bool:
     if isinstance(arguments.targets, Tensor):
         return False
     rows = rows_of(plan, arguments, True, chunked_because(plan, source))
-    guides = bind_teachers(teachers, plan.named_teachers, source, rows, plan.backend)
-    return len(chunks_of(plan, arguments, rows, guides) or ()) == 1
+    teacher_rows = bind_teachers(teachers, plan.named_teachers, source, rows, plan.backend)
+    return len(chunks_of(plan, arguments, rows, teacher_rows) or ()) == 1
 
 
 def _is_simple(teacher: Any, source: Source) -> bool:

@@ -260,7 +260,7 @@ class LinearHead:
     @property
     def defers(self) -> bool:
         """Whether the weight's gradient is made in the backward, which knows its scale and what it is added to."""
-        return self.single_chunk and self.source.weight_grad_into is not None and not self.source.narrow
+        return self.single_chunk and self.source.weight_grad_into is not None and not self.source.is_fp16
 
     def weight_later(self, scale: Tensor | None, there: Tensor | None) -> Tensor | None:
         """Make the weight's gradient, times `scale`, and add it to `there`; without that, return it."""
@@ -273,7 +273,7 @@ class LinearHead:
 
     def _room_for_hidden(self) -> Tensor:
         """Zeros for dhidden.  For fp16 they are float32: before it is normalised, dhidden may overflow float16."""
-        dtype = self.source.fact_dtype if self.source.narrow else self.hidden_ND.dtype
+        dtype = self.source.fact_dtype if self.source.is_fp16 else self.hidden_ND.dtype
         return torch.zeros_like(self.hidden_ND, dtype=dtype, memory_format=torch.contiguous_format)
 
     def skip(self, rows: Tensor) -> None:

@@ -24,16 +24,16 @@ def ids_facts(
     source: Source,
     rows: Rows,
     want: Want,
-    guides: Mapping[str, TeacherRows],
+    teacher_rows: Mapping[str, TeacherRows],
     temperatures: list[Temperature],
     said: Tensor | None,
 ) -> dict[Fact, Tensor]:
     """The facts `ids_logit`: some logits of each row, without a softmax and without the full GEMM."""
     head = open_source(source)
     facts: dict[Fact, Tensor] = {}
-    for name, guide in guides.items():
-        assert isinstance(guide, SparseTeacherRows)
-        column_RK, here_RK = guide.places(source)
+    for name, teacher in teacher_rows.items():
+        assert isinstance(teacher, SparseTeacherRows)
+        column_RK, here_RK = teacher.places(source)
         raw_RK = head.gather(rows.numbers(slice(0, rows.count)), column_RK).to(source.fact_dtype)
         z_RK = raw_RK * source.scale
         if source.softcap is not None:
@@ -50,17 +50,17 @@ def ids_facts(
 def ids_pull(
     head: Head,
     rows: Rows,
-    guides: Mapping[str, TeacherRows],
+    teacher_rows: Mapping[str, TeacherRows],
     facts: Mapping[Fact, Tensor],
     grads: Mapping[Fact, Tensor],
     temperatures: Mapping[float | None, Temperature],
 ) -> None:
     """Write the gradient of `ids_logit`: at the ids, and nowhere else."""
     source, columns, totals = head.source, [], []
-    for name, guide in guides.items():
-        assert isinstance(guide, SparseTeacherRows)
-        column_RK, here_RK = guide.places(source)
-        total_RK = torch.zeros_like(guide.logprob_RK)
+    for name, teacher in teacher_rows.items():
+        assert isinstance(teacher, SparseTeacherRows)
+        column_RK, here_RK = teacher.places(source)
+        total_RK = torch.zeros_like(teacher.logprob_RK)
         for fact, g_RK in grads.items():
             if fact.teacher == name:
                 T = column(temperatures[fact.temperature])

@@ -30,14 +30,16 @@ def makes_grad_in_forward(plan: Plan, source: Source) -> bool:
     """
     if type(source) is not Logits or source.shard is not None or plan.want.only_ids or plan.kept:
         return False
-    dtype, there = source.logits.dtype, getattr(plan.backend, "keep", None) is not None
-    narrow = dtype == torch.float16 or (dtype == torch.bfloat16 and source.inplace)
-    return there and source.device.type == "cpu" and not narrow
+    dtype, keeps = source.logits.dtype, getattr(plan.backend, "keep", None) is not None
+    rounds = dtype == torch.float16 or (dtype == torch.bfloat16 and source.inplace)
+    return keeps and source.device.type == "cpu" and not rounds
 
 
-def logits_chunks(plan: Plan, source: Source, rows: Rows, guides: Mapping[str, TeacherRows]) -> list[Chunk] | None:
+def logits_chunks(
+    plan: Plan, source: Source, rows: Rows, teacher_rows: Mapping[str, TeacherRows]
+) -> list[Chunk] | None:
     """Runs of rows that fit into a buffer, if one is needed; None: all rows at once, or in two passes."""
-    made, short = most_rows(guides) if guides else None, source.fact_dtype != source.tensors[0].dtype
+    made, short = most_rows(teacher_rows) if teacher_rows else None, source.fact_dtype != source.tensors[0].dtype
     if plan.kind != "row" or not (rows.keep is not None or short or made is not None):
         return None
     step = max(1, min(GATHER_BYTES, plan.backend.BUFFER_BYTES) // max(1, source.columns * source.fact_dtype.itemsize))
@@ -45,9 +47,9 @@ def logits_chunks(plan: Plan, source: Source, rows: Rows, guides: Mapping[str, T
     return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None
 
 
-def reads_all_rows(source: Source, rows: Rows, guides: Mapping[str, TeacherRows]) -> bool:
+def reads_all_rows(source: Source, rows: Rows, teacher_rows: Mapping[str, TeacherRows]) -> bool:
     """Whether all rows can be read at once, in the caller's own tensors."""
-    whole = rows.count > 0 and rows.keep is None and most_rows(guides) is None
+    whole = rows.count > 0 and rows.keep is None and most_rows(teacher_rows) is None
     return whole and source.fact_dtype == source.tensors[0].dtype
 
 

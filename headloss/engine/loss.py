@@ -60,7 +60,7 @@ class TermsOnRows:
         self._weighed: dict[str, Weighed] = {}
         self._denominators: dict[str, Tensor] = {}  # of the weighted means that were made so far
         # fp16 logits get their gradient before the loss scale is known: write order 1, and scale in float32
-        self.narrow = source.narrow or (plan.is_fp16 and plan.program is not None and not plan.waits)
+        self.scaled_late = source.is_fp16 or (plan.is_fp16 and plan.program is not None and not plan.waits)
         self.watched = torch.is_grad_enabled()
         if rows.segments is not None and rows.segments.group is not None:
             for t in self.terms:  # a collective: now, on all ranks alike, since a rank without rows has no chunks
@@ -105,7 +105,7 @@ class TermsOnRows:
     def seeds(self) -> list[Tensor]:
         """For each term, the weight of its values in the gradient, without the normaliser."""
         seeds = [self._seed(t, t.trace.value or "row", self.rows.count) for t in self.terms]
-        sizes = [s.abs().amax() for s in seeds if s.numel()] if self.narrow else []
+        sizes = [s.abs().amax() for s in seeds if s.numel()] if self.scaled_late else []
         if sizes:
             self.normaliser = torch.stack(sizes).amax()
             self.normaliser = self.normaliser.masked_fill(self.normaliser == 0, 1.0)

@@ -26,8 +26,8 @@ def calls_of(terms: Terms, arguments: CallArguments) -> Iterator[tuple[Terms, Ca
     known, asked = plans_of(terms).readings, plans_of(bare).readings
     teachers = None if arguments.teacher is None else name_teachers(arguments.teacher, arguments.source)
     if teachers is not None:
-        looked = {name for term in bare.terms.values() for name in term.call(None, teachers).teachers}
-        teachers = {name: x for name, x in teachers.items() if name in looked}
+        named = {name for term in bare.terms.values() for name in term.call(None, teachers).teachers}
+        teachers = {name: x for name, x in teachers.items() if name in named}
     whole = {name: x if name in terms.on_all else 0.0 for name, x in weights.items()}
     yield (
         bare,

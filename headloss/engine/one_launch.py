@@ -109,7 +109,7 @@ class Weighed:
         self.factors = weights
         if type(scale) is not float or scale != 1.0:
             self.factors = {name: weight * scale for name, weight in weights.items()}
-        if loss.narrow and grad and weights:
+        if loss.scaled_late and grad and weights:
             self._normalise()
 
     def _base(self, term: Planned) -> float | Tensor:

@@ -159,7 +159,7 @@ def make_plan(
         planned, {name: terms[name].weight for name in calls.terms}, off, calls.metrics, shapes,
         tuple(name for name, shape in shapes.items() if shape.requires_grad), want, kind, program, reason,
         backend_for(objective.backend, source, want), why_read(source, segments, planned, kind, by_products=kept),
-        next((t.name for t in planned if t.needs_segments), None), _looked_at(planned, calls.metrics, want),
+        next((t.name for t in planned if t.needs_segments), None), _teachers_of(planned, calls.metrics, want),
         tuple(dict.fromkeys(f.element for f in want.facts if f.element is not None)),
         all(t.trace.reach is not None and t.trace.reach.fine for t in planned), _by_token(planned), times,
         source.fact_dtype, source.tensors[0].dtype == torch.float16 and isinstance(source, Logits), kept=kept,
@@ -190,7 +190,7 @@ def _numbered(calls: Calls, want: Want) -> str:
     return f"{KEPT}, and {taking[0]} takes targets by their number" if taking else ""
 
 
-def _looked_at(terms: Sequence[Planned], metrics: Sequence[tuple[str, Call]], want: Want) -> tuple[str, ...]:
+def _teachers_of(terms: Sequence[Planned], metrics: Sequence[tuple[str, Call]], want: Want) -> tuple[str, ...]:
     taking = [p.teacher for t in terms for s in t.call.signatures for p in s.parameters if p.teacher]
     taking += [p.teacher for _, call in metrics for p in call.signature.parameters if p.teacher]
     return tuple(dict.fromkeys((*want.teachers, *taking)))

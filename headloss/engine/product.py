@@ -136,9 +136,9 @@ class Pending(NamedTuple):
         if scale is not None:
             pull = Pull(*(None if x is None else x * scale for x in pull))
         into = weight_grad_into_of(head.source)
-        there = None if into is None or not head.needs[1] else into.there
-        added = there is not None and head.products.adds(there)
-        head.dweight_VD = there if added else None
+        existing = None if into is None or not head.needs[1] else into.existing
+        added = existing is not None and head.products.adds(existing)
+        head.dweight_VD = existing if added else None
         head.pulled(self.numbers, self.read, pull)
         grads = sweep.grads(head)
         return grads._replace(weight=None) if added else grads

@@ -38,14 +38,14 @@ def settle_between(sweep: ProductSweep, loss: TermsOnRows, needs: tuple[bool, ..
     weighed, grads = _weighed(sweep, loss, bool(chunks)), None
     settling: Any = None
     if chunks:
-        head, (there,) = sweep.open_head(needs, chunks), program.there
+        head, (present,) = sweep.open_head(needs, chunks), program.present
         for i, chunk in enumerate(chunks):
             read = head.sums(sweep, chunk.rows, store=True)
             if settling is None:  # prepared while the device multiplies
                 settling = _open(sweep, weighed, True, program, chunks)
             rows_FC = settling.settle(sweep.sums_of([read], chunk.rows, i), chunk.rows.start, chunk.segments)
             slots = iter(rows_FC[2:])  # after the maximum and the log_sum
-            pull = Pull(*(next(slots) if x else None for x in there))
+            pull = Pull(*(next(slots) if x else None for x in present))
             if sweep.at_once:
                 grads = sweep.gradients(head, read, pull)
             else:
@@ -87,7 +87,7 @@ def settle(sweep: Sweep, loss: TermsOnRows, needs: tuple[bool, ...]) -> Launched
         grads = scale_grads(sweep.grads(head), bound, sweep.backend) if grad else None
         return Launched(weighed.report(settling.settled), settling.settled, grads, weighed.normaliser)
     head = sweep._open()
-    if sweep.guides:
+    if sweep.teacher_rows:
         partial = sweep.partial(sweep._blocks(head))
         sums = _packed(sweep, partial, lambda: sweep._blocks(head), slice(0, sweep.rows.count))
     else:
@@ -106,7 +106,7 @@ def _open(sweep: Sweep, weighed: Weighed, grad: bool, program: Any, chunks: Sequ
     backend, rows, everything, loss = sweep.backend, sweep.rows, slice(0, sweep.rows.count), weighed.loss
     segments, stats, shard = rows.segments, rows.stats, sweep.source.shard
     ignore = rows.skipped or rows.valid is not None
-    rising = stats is not None and not stats.loose and rows.by_segment
+    rising = stats is not None and not stats.unassigned and rows.by_segment
     means = {t.name: weighed.by_segment and by_length(t) for t in loss.terms}
     spans = None
     if segments is not None and weighed.by_segment:
@@ -118,13 +118,13 @@ def _open(sweep: Sweep, weighed: Weighed, grad: bool, program: Any, chunks: Sequ
         sweep.marked_targets(everything), rows.count, sweep._temperatures(everything),
         vocab=sweep.source.vocab, device=sweep.source.device, ignore=ignore, gradient=grad,
         parts=[chunk.rows.stop - chunk.rows.start for chunk in chunks],
-        ranks=1 if shard is None or sweep.guides or type(sweep) is ProductSweep else shard.size,
+        ranks=1 if shard is None or sweep.teacher_rows or type(sweep) is ProductSweep else shard.size,
     )  # fmt: skip
 
 
 def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[Block, Tensor]]:
     """Each chunk and its sums; over a shard, those of all ranks."""
-    if sweep.guides:  # with a teacher, ranks are merged first
+    if sweep.teacher_rows:  # with a teacher, ranks are merged first
         for block, partial in sweep._ahead(head, chunks):
             yield block, _packed(sweep, partial, functools.partial(iter, [block]), block.part)
     elif sweep.source.shard is None:
@@ -140,11 +140,11 @@ def _packed(sweep: Sweep, partial: Partial, blocks: Callable[[], Iterable[Block]
     """The sums of these rows and of their teachers, with those of divergences, which look at the blocks again."""
     within = lambda block: slice(block.part.start - part.start, block.part.stop - part.start)
 
-    def look(softmax: Softmax) -> Sequence[tuple[Tensor, Any]]:
-        looks = join(*[sweep._look(block, cut(softmax, within(block))) for block in blocks()])
-        return sum_pairs(looks, sweep.source.shard)
+    def divergence_pass(softmax: Softmax) -> Sequence[tuple[Tensor, Any]]:
+        divergences = join(*[sweep._divergence_pass(block, cut(softmax, within(block))) for block in blocks()])
+        return sum_pairs(divergences, sweep.source.shard)
 
-    return sweep.backend.packed(partial, sweep.want, sweep._temperatures(part), sweep.source.vocab, look)
+    return sweep.backend.packed(partial, sweep.want, sweep._temperatures(part), sweep.source.vocab, divergence_pass)
 
 
 def _visit(
@@ -156,18 +156,18 @@ def _visit(
     if not grad:
         return None
     out_CV, program = head.grad_buffer(block.numbers, block.raw_CV), sweep.program
-    used = [i for i, there in enumerate(program.there) if any(there)]
-    if sweep.source.narrow and settling.spans is not None:
+    used = [i for i, present in enumerate(program.present) if any(present)]
+    if sweep.source.is_fp16 and settling.spans is not None:
         bound = sweep.bounded(head, {f: x[part] for f, x in settling.settled.cotangents.items()}, bound)
         first = 2  # after the maximum and the first log_sum
         for i in used:
-            last = first + sum(program.there[i])
+            last = first + sum(program.present[i])
             rows_FC[first:last] /= bound
             first = last + 1
         rows_FC[first - 1 :] /= bound  # the teachers' coefficients
     more: dict[str, Any] = {"start": sweep._start, **sweep._transform()}
-    softmax = cut(settling.settled.softmax, part) if sweep.guides else None
-    if sweep.guides:
+    softmax = cut(settling.settled.softmax, part) if sweep.teacher_rows else None
+    if sweep.teacher_rows:
         more["teachers"] = block.teachers
         more["teacher_temperatures"] = [[T for T, _ in pairs] for pairs in sweep._paired(part)]
     targets, temperatures = sweep.marked_targets(part), sweep._temperatures(part)

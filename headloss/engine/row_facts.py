@@ -76,12 +76,12 @@ def facts_sweep(
         )
         sweep.keep(support)
         return sweep
-    guides = bind_teachers(teachers, chosen.teachers, source, rows, engine)
+    teacher_rows = bind_teachers(teachers, chosen.teachers, source, rows, engine)
     program, kind = None, Sweep if chunked else ProductSweep
     if not chosen.teachers and source.shard is None and engine.lower is not None:
         # a program without terms: only facts, in one launch or between a head's own products
         program, _ = engine.lower({}, chosen, {}, (), not chunked)
-    return kind(source, rows, chosen, engine, guides, program)
+    return kind(source, rows, chosen, engine, teacher_rows, program)
 
 
 def _asked(want: Any) -> list[Any]:

@@ -102,7 +102,7 @@ def _run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Res
             check_elements(loss.terms, sweep.source.device)
     program = plan.program
     if type(sweep) is ProductSweep:
-        if plan.settles is not None and not sweep.guides and sweep.rows.count:
+        if plan.settles is not None and not sweep.teacher_rows and sweep.rows.count:
             return settle_between(sweep, loss, needs)
         if True in needs and sweep.at_once:
             return Result(*sweep.run_at_once(loss, needs))
@@ -118,7 +118,7 @@ def _run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Res
     if (
         True in needs
         and makes_grad_in_forward(plan, sweep.source)
-        and reads_all_rows(sweep.source, sweep.rows, sweep.guides)
+        and reads_all_rows(sweep.source, sweep.rows, sweep.teacher_rows)
     ):
         return Result(*visit_all(sweep, functools.partial(loss.whole, grad=True), needs))
     facts, softmax = sweep.facts()
@@ -156,7 +156,7 @@ def _finished(made: Grads | Pending | Deferred, scale: Tensor | None, sweep: Swe
         return made.finish(scale)
     assert isinstance(made, Deferred)
     into = weight_grad_into_of(made.head.source)
-    weight = made.head.weight_later(scale, None if into is None else into.there)
+    weight = made.head.weight_later(scale, None if into is None else into.existing)
     return scale_grads(made.made, scale, sweep.backend)._replace(weight=weight)
 
 
@@ -170,7 +170,7 @@ class SweptCall(NamedTuple):
     def forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         sweep, loss, needs = self
         result = run(sweep, loss, needs)
-        if sweep.guides:
+        if sweep.teacher_rows:
             sweep.close()
         want, grads, source = sweep.want, result.grads, sweep.source
         blocks = result.blocks(want)

@@ -120,7 +120,7 @@ class SupportHead:
             return
         need_hidden, need_weight, *need_bias = self.needs
         if need_hidden:
-            wide = source.fact_dtype if source.narrow else source.hidden.dtype
+            wide = source.fact_dtype if source.is_fp16 else source.hidden.dtype
             out = self._room("hidden", self.hidden_ND.shape, wide)
             where = entries.number_E, column_E, entries.place_E
             self.backend.combine(out, *where, grad_P, self.weight_VD, source.scale, False)  # a row is in one block only
@@ -204,7 +204,7 @@ class SupportSweep(Sweep):
         return head
 
     def _blocks(self, head: Any) -> Iterator[Block]:
-        dense = sum(isinstance(g, DenseTeacherRows) for g in self.guides.values())
+        dense = sum(isinstance(g, DenseTeacherRows) for g in self.teacher_rows.values())
         parts = support_chunks(self.places.known, self.rows, self.source, dense)
         head.blocks = len(parts)
         for part in parts:
@@ -243,14 +243,14 @@ class SupportSweep(Sweep):
 
     def _teachers_of(self, part: slice, entries: Entries) -> tuple[TeacherChunk, ...]:
         found: list[TeacherChunk] = []
-        for name, guide in self.guides.items():
-            if isinstance(guide, SparseTeacherRows):
+        for name, teacher in self.teacher_rows.items():
+            if isinstance(teacher, SparseTeacherRows):
                 numbers = self._of(torch.arange(self.rows.total, device=self.source.device), part)
-                found.append(SparseChunk(self.places.find(numbers, guide.ids_RK[part])))
+                found.append(SparseChunk(self.places.find(numbers, teacher.ids_RK[part])))
                 continue
-            assert isinstance(guide, DenseTeacherRows)
-            raw_CW = SupportHead(guide.teacher, self.single_N, self.backend).read(entries).to(self.source.fact_dtype)
-            temperatures = tuple(guide.own(key, part) for key in self.want.temperatures_of(name))
+            assert isinstance(teacher, DenseTeacherRows)
+            raw_CW = SupportHead(teacher.teacher, self.single_N, self.backend).read(entries).to(self.source.fact_dtype)
+            temperatures = tuple(teacher.own(key, part) for key in self.want.temperatures_of(name))
             found.append(DenseChunk(raw_CW, 1.0, None, temperatures, entries.width))
         return tuple(found)
 

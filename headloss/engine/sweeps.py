@@ -49,7 +49,7 @@ class Sweep:
 
     compared: Mapping[str, Sequence[Any]] = NOT_COMPARED  # what ranks that share a vocabulary compare
     terms = ""
-    sums_slopes = False  # whether the second look sums slopes even if the pull could; see `backends.torch.look`
+    sums_slopes = False  # whether `divergence_pass` sums slopes even if the pull could
     weight_grad: Tensor | None = None  # see `evaluate`; only kept columns use it
 
     def __init__(
@@ -58,11 +58,11 @@ class Sweep:
         rows: Rows,
         want: Want,
         backend: ModuleType,
-        guides: Mapping[str, TeacherRows] | None = None,
+        teacher_rows: Mapping[str, TeacherRows] | None = None,
         program: Any = None,
     ) -> None:
         self.source, self.rows, self.want, self.backend, self.program = source, rows, want, backend, program
-        self.guides = {name: guides[name] for name in want.teachers} if guides else {}
+        self.teacher_rows = {name: teacher_rows[name] for name in want.teachers} if teacher_rows else {}
         T = self.temperature = source.temperature
         if isinstance(T, Tensor):
             T = T.detach().to(source.fact_dtype)
@@ -75,8 +75,8 @@ class Sweep:
         found = [] if given is None else [("targets", given)]
         if isinstance(T, Tensor):
             found.append(("temperature", T))
-        for name, guide in self.guides.items():
-            found += [(f"{teacher_label(name)}.{field}", x) for field, x in guide.tensors().items()]
+        for name, teacher in self.teacher_rows.items():
+            found += [(f"{teacher_label(name)}.{field}", x) for field, x in teacher.tensors().items()]
         return found
 
     def strip(self) -> None:
@@ -84,23 +84,23 @@ class Sweep:
         self.source = without_tensors(self.source)
         self.rows.strip()
         self.temperature, self.compared = 1.0, NOT_COMPARED
-        for guide in self.guides.values():
-            guide.strip()
+        for teacher in self.teacher_rows.values():
+            teacher.strip()
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
         """A stripped sweep with its tensors again."""
         source = with_tensors(self.source, {n: x for n, x in tensors.items() if hasattr(self.source, n)})
-        rows, guides = self.rows.with_targets(tensors.get("targets")), {}
-        for name, guide in self.guides.items():
+        rows, teacher_rows = self.rows.with_targets(tensors.get("targets")), {}
+        for name, teacher in self.teacher_rows.items():
             own = {n.rsplit(".", 1)[1]: x for n, x in tensors.items() if n.startswith(f"{teacher_label(name)}.")}
-            guides[name] = guide.whole(own, source, rows)
-        return type(self)(source, rows, self.want, self.backend, guides)
+            teacher_rows[name] = teacher.whole(own, source, rows)
+        return type(self)(source, rows, self.want, self.backend, teacher_rows)
 
     def facts(self) -> tuple[dict[Fact, Tensor], Softmax]:
-        """All facts of all rows: over a shard, one collective, and one more if a divergence needs a second look."""
+        """All facts of all rows: over a shard, one collective, and one more if a divergence needs a second read."""
         if self.want.only_ids:
             temperatures = self._temperatures(self._all)
-            found = ids_facts(self.source, self.rows, self.want, self.guides, temperatures, self._note())
+            found = ids_facts(self.source, self.rows, self.want, self.teacher_rows, temperatures, self._note())
             return found, NO_SOFTMAX
         head, shard = self._open(), self.source.shard
         if shard is None:
@@ -108,8 +108,8 @@ class Sweep:
         facts, softmax = self._finish(self.partial(self._blocks(head)), self._all)
         if not self.want.divergent:
             return facts, softmax
-        looks = [self._look(block, cut(softmax, block.part)) for block in self._blocks(head)]
-        return self._with_looks(facts, softmax, join(*looks))
+        divergences = [self._divergence_pass(block, cut(softmax, block.part)) for block in self._blocks(head)]
+        return self._with_divergences(facts, softmax, join(*divergences))
 
     def partial(self, blocks: Iterator[Block]) -> Partial:
         """The partial of all rows; over a shard, after one collective."""
@@ -119,8 +119,8 @@ class Sweep:
 
     def close(self) -> None:
         """Free the teachers' buffers between passes."""
-        for guide in self.guides.values():
-            guide.close()
+        for teacher in self.teacher_rows.values():
+            teacher.close()
 
     @on_source_device
     def pull(
@@ -129,13 +129,13 @@ class Sweep:
         head = self._open()
         head.wants_grad(needs)
         grads, normaliser = self._held(grads, self._all), None
-        if self.source.narrow and grads:  # 1 / number of tokens underflows in fp16: write order 1, rescale in float32
+        if self.source.is_fp16 and grads:  # 1 / number of tokens underflows in fp16: write order 1, rescale in float32
             normaliser = torch.stack([g.abs().amax() if g.numel() else g.sum() for g in grads.values()]).amax()
             normaliser = normaliser.masked_fill(normaliser == 0, 1.0)
             grads = {f: g / normaliser for f, g in grads.items()}
         if self.want.only_ids:
             temperatures = dict(zip(self.want.temperatures, self._temperatures(self._all), strict=True))
-            ids_pull(head, self.rows, self.guides, facts, grads, temperatures)
+            ids_pull(head, self.rows, self.teacher_rows, facts, grads, temperatures)
         else:
             for block in self._blocks(head):
                 at = {f: x[block.part] for f, x in facts.items()}, {f: g[block.part] for f, g in grads.items()}
@@ -152,7 +152,7 @@ class Sweep:
             facts, softmax = self._settle(partial, block)
             by_fact, by_input = cotangents(block.chunk, facts)
             pulled = by_fact
-            if self.source.narrow and by_fact:
+            if self.source.is_fp16 and by_fact:
                 bound = self.bounded(head, by_fact, bound)
                 pulled = {f: g / bound for f, g in by_fact.items()}
             self.write(head, block, softmax, facts, pulled)
@@ -230,7 +230,7 @@ class Sweep:
         return self._note() if number == 0 else None, self.rows.total if number < 2 else 0
 
     def _note(self) -> Tensor | None:
-        return note(self.source, self.rows, self.want, self.guides, self.compared, self.terms)
+        return note(self.source, self.rows, self.want, self.teacher_rows, self.compared, self.terms)
 
     @property
     def _all(self) -> slice:
@@ -238,7 +238,9 @@ class Sweep:
 
     def _open(self) -> Any:
         self.close()
-        return open_source(self.source, cost_of(self.guides, self.source, self.rows), most_rows(self.guides))
+        return open_source(
+            self.source, cost_of(self.teacher_rows, self.source, self.rows), most_rows(self.teacher_rows)
+        )
 
     def _blocks(self, head: Any) -> Iterator[Block]:
         for part in head.chunks(self.rows.count, self.rows.keep is not None) or [slice(0, 0)]:
@@ -268,10 +270,10 @@ class Sweep:
         return head.buffers_CV[slot][chunk.rows.start - first : chunk.rows.stop - first]
 
     def _teachers(self, part: slice, slot: int) -> tuple[TeacherChunk | TopChunk, ...]:
-        if not self.guides:
+        if not self.teacher_rows:
             return ()
         keys = self.want.temperatures_of
-        return tuple([guide.chunk(part, keys(name), slot) for name, guide in self.guides.items()])
+        return tuple([teacher.chunk(part, keys(name), slot) for name, teacher in self.teacher_rows.items()])
 
     def _temperatures(self, part: slice) -> list[Temperature]:
         own = part_of(self.temperature, part) if isinstance(self.temperature, Tensor) else self.temperature
@@ -281,7 +283,7 @@ class Sweep:
         """For each teacher, pairs of the student's temperature and its own at which the two are compared."""
         student = dict(zip(self.want.temperatures, self._temperatures(part), strict=True))
         keys = self.want.temperatures_of
-        return [[(student[T], guide.own(T, part)) for T in keys(name)] for name, guide in self.guides.items()]
+        return [[(student[T], teacher.own(T, part)) for T in keys(name)] for name, teacher in self.teacher_rows.items()]
 
     def _targets(self, part: slice) -> Tensor | None:
         return None if self.rows.targets is None else part_of(self.rows.targets, part)
@@ -314,37 +316,39 @@ class Sweep:
         return partial.merged(self._temperatures(part), self._paired(part))
 
     def _settle(self, partial: Partial, block: Block) -> tuple[dict[Fact, Tensor], Softmax]:
-        """Facts from a partial of the whole vocabulary, including the second look."""
+        """Facts from a partial of the whole vocabulary, including the second read."""
         facts, softmax = self._finish(partial, block.part, block.teachers)
-        return self._with_looks(facts, softmax, self._look(block, softmax) if self.want.divergent else [])
+        return self._with_divergences(
+            facts, softmax, self._divergence_pass(block, softmax) if self.want.divergent else []
+        )
 
     def _finish(self, partial: Partial, part: slice, chunks: Any = ()) -> tuple[dict[Fact, Tensor], Softmax]:
         facts, softmax = finish(partial, self.want, self._temperatures(part), self._vocab(part))
         tails: dict[str, Any] = {
             name: [lse - seen.max / T for lse, T in zip(chunk.tail, chunk.temperatures, strict=True)]
-            for name, chunk, seen in zip(self.guides, chunks, softmax.teachers, strict=False)
+            for name, chunk, seen in zip(self.teacher_rows, chunks, softmax.teachers, strict=False)
             if isinstance(chunk, DenseChunk) and isinstance(seen, DenseSoftmax) and chunk.tail
         }
         facts, softmax = with_whole(self.want, facts, softmax, tails)
         return self._held(facts, part, -math.inf), softmax
 
-    def _look(self, block: Block, softmax: Softmax) -> list[tuple[Tensor, Any]]:
+    def _divergence_pass(self, block: Block, softmax: Softmax) -> list[tuple[Tensor, Any]]:
         student = [[T for T, _ in pairs] for pairs in self._paired(block.part)]
         how = {"whole": self.source.shard is None and not self.sums_slopes, **self._transform()}
         how |= {} if block.kept is None else {"kept": block.kept}
-        return self.backend.look(block.raw_CV, self.want, softmax, block.teachers, student, **how)
+        return self.backend.divergence_pass(block.raw_CV, self.want, softmax, block.teachers, student, **how)
 
-    def _with_looks(
-        self, facts: dict[Fact, Tensor], softmax: Softmax, looks: Sequence[tuple[Tensor, Any]]
+    def _with_divergences(
+        self, facts: dict[Fact, Tensor], softmax: Softmax, divergences: Sequence[tuple[Tensor, Any]]
     ) -> tuple[dict[Fact, Tensor], Softmax]:
         """Facts and softmax with the divergences added, after a sum over the ranks of a shard."""
-        if not looks:
+        if not divergences:
             return facts, softmax
-        found = dict(zip(self.want.all_looks, sum_pairs(looks, self.source.shard), strict=True))
+        found = dict(zip(self.want.all_divergences, sum_pairs(divergences, self.source.shard), strict=True))
         teachers = []
         for name, seen in zip(self.want.teachers, softmax.teachers, strict=True):
             mine = tuple(found[f][1] for f in self.want.facts if f in found and f.teacher == name)
-            teachers.append(seen._replace(looks=mine) if isinstance(seen, DenseSoftmax) else seen)
+            teachers.append(seen._replace(slopes=mine) if isinstance(seen, DenseSoftmax) else seen)
         values = {fact: value for fact, (value, _) in found.items()}
         return facts | values, softmax._replace(teachers=tuple(teachers))
 
@@ -352,7 +356,9 @@ class Sweep:
         """Facts or cotangents, with 0 in ignored rows and rows without a teacher, and `none` where an id is -1."""
         ignored = None if self.rows.valid is None else ~self.rows.valid[part]
         for fact, x in (values := dict(values)).items():
-            hidden = self.guides[fact.teacher].hides(fact.name, part) if fact.teacher in self.guides else None
+            hidden = (
+                self.teacher_rows[fact.teacher].hides(fact.name, part) if fact.teacher in self.teacher_rows else None
+            )
             x = x if hidden is None else x.masked_fill(hidden, none if hidden.ndim == 2 else 0)
             values[fact] = x if ignored is None else x.masked_fill(ignored if x.ndim == 1 else ignored[:, None], 0)
         return values
@@ -363,15 +369,15 @@ class Sweep:
         grads = self._held(grads, block.part)
         pulls = coefficients(facts, grads, self.want, self._vocab(block.part))
         more: dict[str, Any] = {}
-        if self.guides:
-            asked = [[f for f in self.want.facts if f.teacher == name] for name in self.guides]
+        if self.teacher_rows:
+            asked = [[f for f in self.want.facts if f.teacher == name] for name in self.teacher_rows]
             found = {f.teacher: x for f, x in facts.items() if f.name == "top_ids"}
-            chunks = zip(self.guides, block.teachers, strict=True)
+            chunks = zip(self.teacher_rows, block.teachers, strict=True)
             more = {
                 "teachers": [SparseChunk(found[name]) if isinstance(x, TopChunk) else x for name, x in chunks],
                 "teacher_pulls": [
                     teacher_coefficients(seen, self.want.temperatures_of(name), mine, facts, grads)
-                    for name, seen, mine in zip(self.guides, softmax.teachers, asked, strict=True)
+                    for name, seen, mine in zip(self.teacher_rows, softmax.teachers, asked, strict=True)
                 ],
                 "teacher_temperatures": [[T for T, _ in pairs] for pairs in self._paired(block.part)],
             }

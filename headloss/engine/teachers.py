@@ -333,25 +333,25 @@ def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor) -> tuple[Tensor, Tensor]:
     return ids_RK.masked_fill(~leads_RK, -1), merged_RK
 
 
-def cost_of(guides: Mapping[str, TeacherRows], source: Source, rows: Rows) -> Cost:
+def cost_of(teacher_rows: Mapping[str, TeacherRows], source: Source, rows: Rows) -> Cost:
     """What a chunk costs beyond the student's logits; over a shard, two chunks exist at once."""
     own = gathered_bytes(source) if isinstance(source, Linear) and rows.keep is not None else 0
-    if not guides:
+    if not teacher_rows:
         return Cost(0, own) if own else NO_COST
-    every = guides.values()
+    every = teacher_rows.values()
     row, gathered = sum([g.row_bytes for g in every]), sum([g.gathered_bytes for g in every])
     return Cost(row * (1 if source.shard is None else 2), gathered + own, sum([g.besides for g in every]))
 
 
-def heads_of(guides: Mapping[str, TeacherRows]) -> list[DenseTeacherRows]:
+def heads_of(teacher_rows: Mapping[str, TeacherRows]) -> list[DenseTeacherRows]:
     """The teachers whose logits are made by a GEMM."""
-    dense = {id(g): g for g in (getattr(g, "of", g) for g in guides.values()) if isinstance(g, DenseTeacherRows)}
+    dense = {id(g): g for g in (getattr(g, "of", g) for g in teacher_rows.values()) if isinstance(g, DenseTeacherRows)}
     return [g for g in dense.values() if isinstance(g.teacher, Linear)]
 
 
-def most_rows(guides: Mapping[str, TeacherRows]) -> int | None:
+def most_rows(teacher_rows: Mapping[str, TeacherRows]) -> int | None:
     """How many rows of teachers' logits may be made at a time if the student's exist; None if none are made."""
-    made = heads_of(guides)
+    made = heads_of(teacher_rows)
     if not made:
         return None
     least = min((g.teacher for g in made if isinstance(g.teacher, Linear)), key=lambda x: parse_bytes(x.memory))
@@ -361,7 +361,7 @@ def most_rows(guides: Mapping[str, TeacherRows]) -> int | None:
 
 
 def note(
-    source: Source, rows: Rows, want: Want, guides: Mapping[str, TeacherRows], more: Mapping[str, Any], terms: str
+    source: Source, rows: Rows, want: Want, teacher_rows: Mapping[str, TeacherRows], more: Mapping[str, Any], terms: str
 ) -> Tensor | None:
     """What ranks that share a vocabulary must agree on, sent along with a call's first partial; `more`: integers, and
     numbers that must be `near`.
@@ -375,7 +375,7 @@ def note(
         "targets": [nothing if rows.given is None else rows.given],
         "segments": [] if rows.segments is None else [rows.segments.ids],
         "support": more["support"],
-        "teacher": [guide.ids_RK for guide in guides.values() if isinstance(guide, SparseTeacherRows)],
+        "teacher": [teacher.ids_RK for teacher in teacher_rows.values() if isinstance(teacher, SparseTeacherRows)],
         "inputs": more["inputs"],
     }
     T, mean = source.temperature, 0.0

@@ -1,6 +1,6 @@
 """`hl.Linear(weight_grad_into=...)`: the backward adds the weight's gradient to a tensor itself; autograd gets none.
 
-    "grad"        weight.grad, which is made if there is none yet
+    "grad"        weight.grad, which is made if existing is none yet
     "main_grad"   weight.main_grad, in its own dtype (float32 in Megatron), which must exist before the call
 
 This happens in the backward, when the incoming gradient is known.  A call without a backward adds nothing, and neither
@@ -26,7 +26,7 @@ class WeightGradInto(NamedTuple):
     name: str
 
     @property
-    def there(self) -> Tensor | None:
+    def existing(self) -> Tensor | None:
         return getattr(self.weight, self.name, None)
 
     def asked(self, ctx: Any) -> bool:
@@ -43,16 +43,16 @@ class WeightGradInto(NamedTuple):
 
     def take(self, grads: Grads) -> Grads:
         """Add the weight's gradient, unless a product has; the others are returned, for autograd or the caller."""
-        there, grad, weight = self.there, grads.weight, self.weight
+        existing, grad, weight = self.existing, grads.weight, self.weight
         with torch.no_grad():
-            if grad is not None and there is None:
+            if grad is not None and existing is None:
                 if self.name != "grad":
                     raise RuntimeError(
                         f"weight_grad_into={self.name!r}: weight.{self.name} was removed after the forward"
                     )
                 weight.grad = grad.to(getattr(weight, "grad_dtype", None) or weight.dtype)  # torch 2.10 has both
-            elif grad is not None and there is not None:
-                there.add_(grad)
+            elif grad is not None and existing is not None:
+                existing.add_(grad)
         # Megatron's flag `grad_added_to_main_grad` stays unset: its hook would drop what other uses of the weight send.
         return grads._replace(weight=None)
 
@@ -77,17 +77,17 @@ def check_weight_grad_into(source: Any) -> None:
     if hooks := list((weight._backward_hooks or {}).values()):
         name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
         raise ValueError(f"{label}: the weight has a hook ({name}), which autograd would give no gradient; use None")
-    there = into.there
-    if there is None and into.name == "grad":
+    existing = into.existing
+    if existing is None and into.name == "grad":
         return
     if into.name == "main_grad" and _ddp_reduces(weight):
         raise ValueError(f'{label}: DistributedDataParallel sums weight.grad over ranks, no main_grad; use "grad"')
-    if not isinstance(there, Tensor):
+    if not isinstance(existing, Tensor):
         raise ValueError(f'{label}: the weight has no main_grad; make one before the call, or use "grad"')
-    dense = there.layout == torch.strided and there.dtype.is_floating_point
-    if there.shape != weight.shape or there.device != weight.device or not dense:
-        kind = "" if there.layout == torch.strided else f"{str(there.layout).removeprefix('torch.')} "
-        got = f"{kind}{there.dtype} of shape {tuple(there.shape)} on {there.device}"
+    dense = existing.layout == torch.strided and existing.dtype.is_floating_point
+    if existing.shape != weight.shape or existing.device != weight.device or not dense:
+        kind = "" if existing.layout == torch.strided else f"{str(existing.layout).removeprefix('torch.')} "
+        got = f"{kind}{existing.dtype} of shape {tuple(existing.shape)} on {existing.device}"
         raise ValueError(f"{label}: wanted shape {tuple(weight.shape)} on {weight.device}, got {got}")
 
 

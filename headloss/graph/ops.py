@@ -137,7 +137,7 @@ def _made(sweep: Sweep, result: Result, needs: tuple[bool, ...], final: bool) ->
     if isinstance(result.grads, Grads):
         return _listed(result.grads, len(needs)), one if result.normaliser is None else result.normaliser.to(one)
     by_fact = result.by_fact
-    if sweep.source.narrow and by_fact:
+    if sweep.source.is_fp16 and by_fact:
         one = torch.stack([g.abs().amax() if g.numel() else g.sum() for g in by_fact.values()]).amax()
         one = one.masked_fill(one == 0, 1.0)
         by_fact = {f: g / one for f, g in by_fact.items()}
@@ -151,7 +151,7 @@ def _listed(grads: Grads, count: int) -> list[Tensor | None]:
 
 
 def _kept_dtype(args: Call, x: Tensor) -> torch.dtype:
-    return torch.float32 if args.source.narrow and not args.recipe.data["direct"] else x.dtype
+    return torch.float32 if args.source.is_fp16 and not args.recipe.data["direct"] else x.dtype
 
 
 def _apart(out: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -227,8 +227,8 @@ def _pull(
                 by_segment=known.by_segment and isinstance(source, Linear),
                 skips=recipe.visited and isinstance(source, Logits),
             )  # fmt: skip
-            guides = bind_teachers(name_teachers(args.teacher, source), want.teachers, source, rows)
-            sweep = Sweep(source, rows, want, backend_for(recipe.data["backend"], source, want), guides)
+            teacher_rows = bind_teachers(name_teachers(args.teacher, source), want.teachers, source, rows)
+            sweep = Sweep(source, rows, want, backend_for(recipe.data["backend"], source, want), teacher_rows)
         take, named = sweep.rows.take, sweep.want.facts
         by_fact = {named[i]: take(x) for i, x in zip(valued, facts, strict=True)}
         whole = filled(known.softmax, [take(x) for x in softmax]) if known.tensors else NO_SOFTMAX

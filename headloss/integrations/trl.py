@@ -208,11 +208,11 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
             "memory": self._headloss["memory"],
         }
         Adapter(student, check_model(student, takes_loss=False, instead=INSTEAD), options).probed = True
-        guide = None if self.teacher_model is None else unwrapped(self.teacher_model)
-        if guide is not None and "headloss" not in vars(guide):  # a student may teach itself
+        teacher_model = None if self.teacher_model is None else unwrapped(self.teacher_model)
+        if teacher_model is not None and "headloss" not in vars(teacher_model):  # a student may teach itself
             try:
-                check_model(guide, takes_loss=False, instead=INSTEAD)
-                transform_of(guide, True, INSTEAD)
+                check_model(teacher_model, takes_loss=False, instead=INSTEAD)
+                transform_of(teacher_model, True, INSTEAD)
             except TypeError as error:
                 raise TypeError(f"teacher_{error}") from None
 
@@ -228,10 +228,10 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
         ready = prepared(targets)
         hidden = self._get_last_hidden_state(unwrapped_student, *arguments, **more)
         self.teacher_model.eval()
-        guide = self.accelerator.unwrap_model(self.teacher_model)
+        teacher_model = self.accelerator.unwrap_model(self.teacher_model)
         with torch.no_grad():
             seen = self._forward_redirection(
-                self.teacher_model, guide, self._get_last_hidden_state, guide, *arguments, **more
+                self.teacher_model, teacher_model, self._get_last_hidden_state, teacher_model, *arguments, **more
             )
         adapter: Adapter = unwrapped(unwrapped_student).headloss
         call: dict[str, Any] = {}
@@ -242,9 +242,9 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
         def evaluate(
             head: Head, hidden: Tensor, targets: Tensor | hl.Prepared, inputs: Any
         ) -> tuple[Any, list[Tensor]]:
-            other = guide.get_output_embeddings()
+            other = teacher_model.get_output_embeddings()
             whole = types.SimpleNamespace(weight=_whole(other.weight), bias=_whole(other.bias))
-            transform = {**transform_of(guide, True, INSTEAD), "temperature": self.temperature}
+            transform = {**transform_of(teacher_model, True, INSTEAD), "temperature": self.temperature}
             teacher = source_of(whole, seen.to(hidden.device), {**transform, "memory": self._headloss["memory"]})  # type: ignore[arg-type]
             out = self.objective(source_of(head, hidden, adapter.options), targets, teacher=teacher, **call)
             adapter.log.add(but(out, metrics=shown(out.metrics)), self.model.training)

@@ -126,7 +126,7 @@ def test_metrics(ranks: Any) -> None:
 
 
 def collectives() -> None:
-    """One all-gather, one more collective for a second look, and what `explain` said beforehand."""
+    """One all-gather, one more collective for a second read, and what `explain` said beforehand."""
     one = {"all_gather": 1}
     for student in ("Logits", "Linear"):
         hidden = {"all_reduce": 1} if student == "Linear" else {}
@@ -173,7 +173,7 @@ def test_a_shard_that_is_ruled_out(ranks: Any) -> None:
 
 
 def gemms() -> None:
-    """A batch loss has all facts made first; over a shard a second look then makes the logits once more, as is said.
+    """A batch loss has all facts made first; over a shard a second read then makes the logits once more, as is said.
 
     A teacher's are still there where one chunk holds all rows.
     """

@@ -244,38 +244,38 @@ def test_one_sweep_of_the_student(teacher: str) -> None:
         flops = []
         for objective, said in ((alone, None), (mix, problem.taught())):
             source = problem.student.source(problem.leaves(), memory=memory)
-            with counted("sums", "look") as calls, FlopCounterMode(display=False) as counter:
+            with counted("sums", "divergence_pass") as calls, FlopCounterMode(display=False) as counter:
                 objective(source, problem.targets, teacher=said).loss.backward()
             flops.append(counter.get_total_flops())
             plan = objective.explain(source, problem.targets, teacher=said)
-            assert calls == {"sums": plan.chunks, "look": 0}
+            assert calls == {"sums": plan.chunks, "divergence_pass": 0}
             assert (plan.forward_sweeps, plan.sweeps, plan.gemms) == (1, 2, 3)
             assert "2 passes over the vocabulary (1 without grad)" in str(plan)
         theirs = 2 * N * V * 4 if teacher == "Linear" else 0  # one GEMM of the teacher's own
         assert flops == [3 * once, 3 * once + theirs]
-        with torch.no_grad(), counted("sums", "look") as calls:
+        with torch.no_grad(), counted("sums", "divergence_pass") as calls:
             mix(problem.student.source(memory=memory), problem.targets, teacher=problem.taught())
-        assert calls["look"] == 0
+        assert calls["divergence_pass"] == 0
 
 
 def test_the_second_look_is_counted() -> None:
     """JSD and TVD read each chunk once more, in the same visit: no GEMM is repeated, of student or teacher."""
     problem = make("Linear", "Linear", (40,), 23, ignored=False)
-    for terms, looks in (({"a": jsd, "b": tvd, "c": forward_kl}, 1), ({"c": forward_kl, "d": reverse_kl}, 0)):
+    for terms, divergences in (({"a": jsd, "b": tvd, "c": forward_kl}, 1), ({"c": forward_kl, "d": reverse_kl}, 0)):
         objective = hl.Objective(**terms)
         source = problem.student.source(problem.leaves(), memory=teaching.budget(problem, 9))
-        with counted("sums", "look") as calls, FlopCounterMode(display=False) as counter:
+        with counted("sums", "divergence_pass") as calls, FlopCounterMode(display=False) as counter:
             objective(source, problem.targets, teacher=problem.taught()).loss.backward()
         plan = objective.explain(source, problem.targets, teacher=problem.taught())
-        assert plan.chunks == 5 and calls == {"sums": 5, "look": 5 * looks}
+        assert plan.chunks == 5 and calls == {"sums": 5, "divergence_pass": 5 * divergences}
         assert counter.get_total_flops() == 3 * 2 * 40 * 23 * 5 + 2 * 40 * 23 * 4
-        assert ("read twice for a divergence" in plan.grade) == bool(looks)
+        assert ("read twice for a divergence" in plan.grade) == bool(divergences)
         assert plan.teacher_gemms == 1
-    # With a sparse teacher only K + 1 numbers enter the function: no divergence needs a second look.
+    # With a sparse teacher only K + 1 numbers enter the function: no divergence needs a second read.
     problem = make("Linear", "Sparse", (40,), 23, ignored=False)
-    with counted("look") as calls:
+    with counted("divergence_pass") as calls:
         run(hl.Objective(a=jsd, b=tvd), problem)
-    assert calls["look"] == 0
+    assert calls["divergence_pass"] == 0
 
 
 # Vocabularies of different size
@@ -522,9 +522,9 @@ def test_the_teacher_gets_no_gradient() -> None:
 def test_switched_off_costs_nothing() -> None:
     problem = make("Linear", "Linear")
     objective = hl.Objective(ce=cross_entropy, kd=jsd)
-    with counted("look") as calls, FlopCounterMode(display=False) as counter:
+    with counted("divergence_pass") as calls, FlopCounterMode(display=False) as counter:
         out, _ = run(objective, problem, weights={"kd": 0.0})
-    assert calls["look"] == 0 and counter.get_total_flops() == 3 * 2 * problem.rows * 23 * 5
+    assert calls["divergence_pass"] == 0 and counter.get_total_flops() == 3 * 2 * problem.rows * 23 * 5
     assert float(out.terms["kd"]) == 0
 
 

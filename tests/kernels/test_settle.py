@@ -556,7 +556,7 @@ SEVERAL = {
 @pytest.mark.parametrize("meet", [False, True])
 @pytest.mark.parametrize("columns", [(41, 41), (41, 29), (30, 29)])
 def test_several_teachers(kind, meet, columns, monkeypatch):
-    """Of as many columns as the student or fewer, with second looks; rows that do not count, and a second backward."""
+    """Of as many columns as the student or fewer, with second reads; rows that do not count, and a second backward."""
     from headloss.backends.triton.launch import Launch
 
     run, seen = Launch.run, []

@@ -101,18 +101,18 @@ def test_rows_that_are_not_shared(parts):
 def test_which_rows_are_shared():
     """Long ones, where a gradient is made and the device runs enough programs at once."""
     teacher = SimpleNamespace(want=SimpleNamespace(teachers=("t",)))
-    plan = lambda look=None, T=1: SimpleNamespace(
-        heavy=False, program=teacher, look=look, flags={"DENSE": True, "A": (True,) * T}
+    plan = lambda divergence=None, T=1: SimpleNamespace(
+        heavy=False, program=teacher, divergence=divergence, flags={"DENSE": True, "A": (True,) * T}
     )
-    (least, shape), (looks_least, looks) = one.TAUGHT_SHARED
+    (least, shape), (rest_least, rest) = one.TAUGHT_SHARED
     size = 2 * 128256
     assert one.shape_of(plan(), size, most=33) == shape
-    assert one.shape_of(plan(object()), size, most=33) == one.shape_of(plan(T=2), size, most=33) == looks
+    assert one.shape_of(plan(object()), size, most=33) == one.shape_of(plan(T=2), size, most=33) == rest
     for row, how in ((least, {}), (size, {"gradient": False}), (33 * shape.part + 2, {})):
         assert not one.shape_of(plan(), row, most=33, **how).span
     assert not one.shape_of(plan(), size, most=size // shape.part).span
     assert one.shape_of(plan(), size, most=size // shape.part + 1).span
-    assert not one.shape_of(plan(object()), looks_least, most=33).span
-    for each in (shape, looks):  # what the programs of a multiprocessor read stays in the first cache
+    assert not one.shape_of(plan(object()), rest_least, most=33).span
+    for each in (shape, rest):  # what the programs of a multiprocessor read stays in the first cache
         programs = 65536 // (32 * each.warps * each.registers)
         assert programs >= 5 and programs * 2 * each.part <= 240 * 1024

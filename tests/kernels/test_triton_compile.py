@@ -31,7 +31,7 @@ from headloss.teachers import (  # noqa: E402
     DenseChunk,
     DensePull,
     DenseSoftmax,
-    Look,
+    DivergencePull,
     SparseChunk,
     SparsePull,
     SparseSoftmax,
@@ -183,20 +183,20 @@ def dense(*names, V=128256, dtype="bf16", teacher="bf16", temperatures=(None,), 
     return Built(lambda: beside.sums(raw, TARGETS, want, given, teachers=[told], **how), which)
 
 
-def second_look(*elements):
+def divergence_sums(*elements):
     want = Want([Fact("divergence", None, "t", element) for element in elements])
     each = (empty(ROWS),)
     softmax = Softmax(empty(ROWS), each, (DenseSoftmax(empty(ROWS), each, each),))
     call = (empty(ROWS, 128256, kind="bf16"), want, softmax, [chunk(128256)], [[1.0]])
-    return Built(lambda: second_read.look(*call))
+    return Built(lambda: second_read.divergence_pass(*call))
 
 
 def taught_pull(names="", own="", *, element=None, dtype="bf16", teachers=1):
     """Dense teachers' pulls, and the student's."""
     some = lambda letters, those: [empty(ROWS) if x in those else None for x in letters]
-    looks = (Look(element, empty(ROWS), empty(ROWS)),) if element else ()
+    divergences = (DivergencePull(element, empty(ROWS), empty(ROWS)),) if element else ()
     numbers = (empty(ROWS), empty(ROWS), (empty(ROWS),), (empty(ROWS),), (1.0,))
-    met = teacher_pulls.Met(chunk(128256, dtype), *numbers, (DensePull(*some("ABCD", names), looks=looks),))
+    met = teacher_pulls.Met(chunk(128256, dtype), *numbers, (DensePull(*some("ABCD", names), divergences=divergences),))
     entries = [teacher_pulls.Entry(1.0, empty(ROWS), empty(ROWS), Pull(*some("ABECY", own)))] if own else []
     raw = empty(ROWS, 128256, kind=dtype)
     return Built(lambda: teacher_pulls._write(raw, TARGETS, raw, entries, [met] * teachers, PLAIN, 0, None))
@@ -229,15 +229,15 @@ TAUGHT = {
     "sums, float32 beside bfloat16": lambda: dense("teacher_cross_entropy", teacher="fp32"),
     "sums of everything at two temperatures": lambda: dense(*COMPARED, temperatures=(None, 2.0), own=STUDENT, **CAPPED),
     "merge": lambda: dense(*COMPARED, temperatures=(None, 2.0), own=STUDENT, which=1, **CAPPED),
-    "look": lambda: second_look(JSD),
-    "look at two": lambda: second_look(JSD, Element(tvd, {})),
+    "divergence_pass": lambda: divergence_sums(JSD),
+    "look at two": lambda: divergence_sums(JSD, Element(tvd, {})),
     "pull of a forward comparison": lambda: taught_pull("AD"),
     "pull of a reverse comparison": lambda: taught_pull("ABC"),
     "pull, float32": lambda: taught_pull("AD", dtype="fp32"),
-    "pull of a look": lambda: taught_pull(element=JSD),
+    "pull of a divergence": lambda: taught_pull(element=JSD),
     "pull of everything": lambda: taught_pull("ABCD", "ABECY", element=JSD),
     "pull of two forward comparisons": lambda: taught_pull("AD", "AY", teachers=2),
-    "pull of two looks": lambda: taught_pull("AD", "AY", element=JSD, teachers=2),
+    "pull of two divergences": lambda: taught_pull("AD", "AY", element=JSD, teachers=2),
     "ids, each once": lambda: sparse(0),
     "tail": lambda: sparse(3),
     "values at ids": lambda: sparse(6),
@@ -252,7 +252,7 @@ def test_teachers_kernels_compile_without_spills(name, tmp_path):
     assert usage is not None and int(usage[2]) <= 16, usage  # a number or two may be put aside before the loops
     code = built.dump("-sass", tmp_path)
     assert not any(re.search(r"LDL|STL", loop) for loop in loops(code)), "spills inside the loop"
-    if name.startswith("sums of a") or name == "look":
+    if name.startswith("sums of a") or name == "divergence_pass":
         assert len(re.findall(r"LDG\.E\.EF\.128", code)) >= 4, "both rows are read 16 bytes at a time"
         for loop in loops(code):
             assert not re.search(r"BAR\.SYNC|SHFL", loop), "lanes wait for each other inside the loop"
@@ -426,8 +426,8 @@ def with_teacher(V=128256, metrics=(), *, ids=0, dtype="bf16", **terms):
 BESIDE = {
     "forward": lambda: with_teacher(kd=Term(forward_kl)),
     "reverse": lambda: with_teacher(kd=Term(reverse_kl)),
-    "a second look": lambda: with_teacher(kd=Term(jsd)),
-    "a second look at another temperature": lambda: with_teacher(
+    "a second read": lambda: with_teacher(kd=Term(jsd)),
+    "a second read at another temperature": lambda: with_teacher(
         V=40003, metrics=("entropy",), a=Term(forward_kl), b=Term(jsd, temperature=2.0), c=Term(reverse_kl), **CE
     ),
     "a mix": lambda: with_teacher(metrics=("entropy", "accuracy"), kd=Term(forward_kl), **CE),

@@ -62,19 +62,19 @@ class Case:
         at = dict(zip(self.want.temperatures, self.temperatures, strict=True))
         return [[at[key] for key in self.want.temperatures_of(name)] for name in self.want.teachers]
 
-    def look(self, backend, softmax, wide, **options):
+    def divergence_pass(self, backend, softmax, wide, **options):
         x, T, teachers = (self.wide(z) if wide else z for z in (self.x, self.student, self.teachers))
-        return backend.look(x, self.want, softmax, teachers, T, **self.transform, **options)
+        return backend.divergence_pass(x, self.want, softmax, teachers, T, **self.transform, **options)
 
     def state(self):
         """Facts, softmax and coefficients, all in float64 by the torch backend."""
         facts, softmax = finish(self.sums(plain, True), self.want, self.wide(self.temperatures), self.x.shape[1])
-        looks = [f for n in self.want.teachers for T in self.want.temperatures_of(n) for f in self.want.looks(n, T)]
-        if looks:
-            found = dict(zip(looks, self.look(plain, softmax, True), strict=True))
+        divergences = self.want.all_divergences
+        if divergences:
+            found = dict(zip(divergences, self.divergence_pass(plain, softmax, True), strict=True))
             facts |= {f: v for f, (v, _) in found.items()}
             teachers = [
-                seen._replace(looks=tuple(c for f, (_, c) in found.items() if f.teacher == name))
+                seen._replace(slopes=tuple(c for f, (_, c) in found.items() if f.teacher == name))
                 if isinstance(seen, DenseSoftmax)
                 else seen
                 for name, seen in zip(self.want.teachers, softmax.teachers, strict=True)
@@ -102,8 +102,8 @@ class Case:
 
     def check_look(self):
         _, softmax, _ = self.state()
-        truth = self.look(plain, softmax, True)
-        ours = self.look(kernels, narrow(softmax), False, shape=self.shape)
+        truth = self.divergence_pass(plain, softmax, True)
+        ours = self.divergence_pass(kernels, narrow(softmax), False, shape=self.shape)
         for mine, theirs in zip(ours, truth, strict=True):
             torch.testing.assert_close(torch.stack(mine).double(), torch.stack(theirs), rtol=2e-5, atol=1e-5)
 
@@ -281,7 +281,7 @@ def test_a_shard():
     Case(draw(0, 9), want, [dense(draw(0, 9))], start=100, targets=targets[:0]).check()
 
 
-# ---------------------------------------------------------------- the second look
+# ---------------------------------------------------------------- the second read
 
 
 def mine(logp, logq, *, power=1.5):

@@ -154,7 +154,7 @@ def test_no_compilation_when_only_the_number_of_rows_changes():
     from headloss.backends.triton.kernels import sparse as ids
 
     kernels = (
-        dense.dense_sums_kernel, dense_merge.dense_merge_kernel, pull.pull_kernel, divergence_sums.look_kernel,
+        dense.dense_sums_kernel, dense_merge.dense_merge_kernel, pull.pull_kernel, divergence_sums.divergence_kernel,
         ids.tail_kernel, ids.gather_kernel, ids.store_kernel, ids.merge_ids_kernel, visit.visit_kernel,
     )  # fmt: skip
     before = None

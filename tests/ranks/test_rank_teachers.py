@@ -83,7 +83,7 @@ def test_divergences_at_two_temperatures(ranks: Any) -> None:
 
 
 def compiled(split: str) -> None:
-    """A graph keeps what a pull needs of a second look: over a shard, the sums of slopes too."""
+    """A graph keeps what a pull needs of a second read: over a shard, the sums of slopes too."""
     torch.manual_seed(5)
     shard, columns = shard_of(split)
     mine, theirs = (x[:, columns].contiguous() for x in torch.randn(2, N, V).double().unbind())
@@ -104,7 +104,7 @@ def test_compiled(ranks: Any) -> None:
 
 
 def collectives() -> None:
-    """One pass: the same single gather.  A second look at the row: one all-reduce more."""
+    """One pass: the same single gather.  A second read at the row: one all-reduce more."""
     for name in DIVERGENCES:
         objective = hl.Objective(kd=LOSSES[name], ce=LOSSES["cross_entropy"])
         for kind, (teacher, _) in teachers().items():

@@ -264,7 +264,7 @@ def test_what_leaves_the_program_says_why(ranks: Any) -> None:
 def taught(split: str) -> None:
     """Dense teachers in the student's shards, of rows alone and next to segments; without a gradient too.
 
-    Two of them, one with a divergence that takes a second look.
+    Two of them, one with a divergence that takes a second read.
     """
     small()
     terms = {"f": hl.Term(hl.losses.forward_kl, teacher="a"), "j": hl.Term(hl.losses.jsd, teacher="b", weight=0.6)}

@@ -23,7 +23,7 @@ from headloss.teachers import TeacherChunk
 
 NAME = "triton"
 
-look, merge_repeated, scale_ = second_read.look, compared.merge_repeated, sweeps.scale_
+divergence_pass, merge_repeated, scale_ = second_read.divergence_pass, compared.merge_repeated, sweeps.scale_
 # a visit: facts, values, metrics and gradient of some rows in one launch; its arguments, and its sums over rows
 visit, Arguments, totals = alone.visit, alone.Arguments, over_rows.totals
 Visits, Settles = cached_launches.Visits, cached_launches.Settles

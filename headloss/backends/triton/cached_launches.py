@@ -91,14 +91,14 @@ class Visits:
         known = self.known.get(key)
         if known is None or begin & 127:
             call = raw_CV, target_C, inputs, bases, factors, weights, out_CV, ignore, teacher
-            return self._look(*call, None if begin & 127 else key)
+            return self._make(*call, None if begin & 127 else key)
         kernel, places, sums_kernel, theirs, numbers = known
         given = Given(self.temperatures, theirs, inputs, bases, factors, *numbers)
         target = target_C if plan.targets or ignore else None
         visited = fire(plan, kernel, places, raw_CV.shape[0], given, raw_CV, y, target, z, ids, in_order)
         return visited, *fire_totals(sums_kernel, visited.found, weights)
 
-    def _look(self, *call: Any) -> tuple[Visited, Tensor, Tensor]:
+    def _make(self, *call: Any) -> tuple[Visited, Tensor, Tensor]:
         """The same by the full path, which checks everything; last comes the key to keep it under, or None."""
         raw_CV, target_C, inputs, bases, factors, weights, out_CV, ignore, teacher, key = call
         plan, program, noted = self.plan, self.plan.program, list[Any]()
@@ -117,7 +117,7 @@ class Visits:
         if noted and key is not None:
             taught = taught_by(plan, columns, teachers[0]) if teachers else UNTAUGHT
             own = (float(columns), float(scale), 1.0 if cap is None else float(cap))
-            numbers = (program.numbers, plan.look_numbers, *own, taught.scale, taught.cap)
+            numbers = (program.numbers, plan.divergence_numbers, *own, taught.scale, taught.cap)
             self.known[key] = (*noted, kernel, taught.temperatures, numbers)
         return visited, *fire_totals(kernel, found, weights)
 
@@ -167,7 +167,7 @@ class Settles:
         known = self.known.get(key)
         call = (raw_CV, target_C, inputs, bases, factors, weights, out_CV, ignore, teachers, spans)
         if known is None or begin & 127:
-            return self._look(*call, None if begin & 127 else key)
+            return self._make(*call, None if begin & 127 else key)
         read, write, settling, numbers, sums_kernel = known
         given = Given(self.temperatures, (), inputs, bases, factors, *numbers)
         sums_FC = read(raw_CV, target_C, teachers)
@@ -176,7 +176,7 @@ class Settles:
             write(raw_CV, target_C, settled, rows_FC, out_CV, teachers)
         return settled, *fire_totals(sums_kernel, settled.by_segment, weights)
 
-    def _look(self, *call: Any) -> tuple[Settled, Tensor, Tensor]:
+    def _make(self, *call: Any) -> tuple[Settled, Tensor, Tensor]:
         """The same by the full path, which checks everything; last comes the key to keep it under, or None."""
         raw_CV, target_C, inputs, bases, factors, weights, out_CV, ignore, teachers, spans, key = call
         program, own = self.program, self.temperatures
@@ -204,26 +204,28 @@ class Settles:
 
     def _read(self, raw_CV: Tensor, target_C: Tensor | None, chunks: list[DenseChunk]) -> tuple[Tensor, Again | None]:
         """What settling reads, and how to make it again."""
-        want, own, V, noted, looked = self.program.want, self.temperatures, raw_CV.shape[1], list[Any](), list[Any]()
+        want, own, V, noted, passed = self.program.want, self.temperatures, raw_CV.shape[1], list[Any](), list[Any]()
         if not chunks:
             sums_FC = sweeps.sums_matrix(raw_CV, target_C, want, own, noted=noted, **self.how)
             return sums_FC, (lambda x, y, _: sweeps.fire_sums(noted[0], x, y)) if noted else None
         partial = compared.sums(raw_CV, target_C, want, own, teachers=chunks, noted=noted, **self.how)
-        look = lambda softmax: second_read.look(raw_CV, want, softmax, chunks, self._paired(), noted=looked, **self.how)
-        sums_FC = packed(partial, want, own, V, look)
+        divergence_pass = lambda softmax: second_read.divergence_pass(
+            raw_CV, want, softmax, chunks, self._paired(), noted=passed, **self.how
+        )
+        sums_FC = packed(partial, want, own, V, divergence_pass)
         if len(noted) < len(chunks):
             return sums_FC, None
         launches, at = [known for known, _ in noted], numbered([whole for _, whole in noted])
         places = nest(partial, lambda x: at[x.data_ptr()])
-        pairs = [(i, i + 1) for i in range(len(at), len(at) + 2 * len(want.all_looks), 2)]
+        pairs = [(i, i + 1) for i in range(len(at), len(at) + 2 * len(want.all_divergences), 2)]
         pick = operator.itemgetter(*in_order(places, want, pairs))
 
         def again(x: Tensor, y: Tensor | None, teachers: tuple[Tensor, ...]) -> Tensor:
             rows = [row for known, z in zip(launches, teachers) for row in compared.fire_dense(known, x, y, z).unbind()]
-            if looked:
+            if passed:
                 _, softmax = finish(nest(places, rows.__getitem__, leaf=int), want, own, V, only_softmax=True)
-                for seen in looked:
-                    rows += second_read.fire_look(seen, x, teachers[seen[0]], softmax).unbind()
+                for seen in passed:
+                    rows += second_read.launch_divergences(seen, x, teachers[seen[0]], softmax).unbind()
             return torch.stack(pick(rows))
 
         return sums_FC, again

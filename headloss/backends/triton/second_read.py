@@ -12,7 +12,7 @@ import torch
 import triton  # type: ignore
 from torch import Tensor
 
-from headloss.backends.triton.kernels.divergence_sums import look_kernel
+from headloss.backends.triton.kernels.divergence_sums import divergence_kernel
 from headloss.backends.triton.kernels.records import PullAt, SweepFlags
 from headloss.backends.triton.launch import launch_of
 from headloss.backends.triton.printer.elements import printed
@@ -33,10 +33,10 @@ from headloss.facts import Softmax, Want
 from headloss.teachers import DenseChunk, DenseSoftmax, TeacherChunk, Temperature
 
 # by columns in hand, as in `sweeps.py`; measured on an H200, see benchmarks/gpu_teachers.py
-LOOK = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(32768, 128, 2, 1, 4)))
+DIVERGENCE = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(32768, 128, 2, 1, 4)))
 
 
-def look(
+def divergence_pass(
     raw_CV: Tensor,
     want: Want,
     softmax: Softmax,
@@ -51,24 +51,26 @@ def look(
 ) -> list[tuple[Tensor, Tensor]]:
     """The second read: for every divergence asked for, in order, its sum over these columns and that of its slopes.
 
-    `noted` receives what `fire_look` needs, once for each teacher and temperature: see `cached_launches.py`.
+    `noted` receives what `launch_divergences` needs, once for each teacher and temperature: see `cached_launches.py`.
     """
     found: list[tuple[Tensor, Tensor]] = []
     how = Transform(scale, softcap)
     for t, (name, chunk, Ts) in enumerate(zip(want.teachers, teachers, teacher_temperatures, strict=True)):
         if isinstance(chunk, DenseChunk):
             for i, key in enumerate(want.temperatures_of(name)):
-                elements = [f.element for f in want.looks(name, key)]
+                elements = [f.element for f in want.divergences(name, key)]
                 if elements:
-                    known, x_CU, u_CU = _look(raw_CV[:, : chunk.columns], chunk, i, Ts[i], elements, how, shape)
-                    sums_FC = fire_look((t, i, known), x_CU, u_CU, softmax)
+                    known, x_CU, u_CU = _divergence_sums(
+                        raw_CV[:, : chunk.columns], chunk, i, Ts[i], elements, how, shape
+                    )
+                    sums_FC = launch_divergences((t, i, known), x_CU, u_CU, softmax)
                     found += zip(sums_FC[::2], sums_FC[1::2], strict=True)
                     if noted is not None:
                         noted.append((t, i, known))
     return found
 
 
-def _look(
+def _divergence_sums(
     raw_CU: Tensor, chunk: DenseChunk, i: int, T: Any, elements: list[Any], how: Any, shape: Shape | None
 ) -> tuple[Any, Tensor, Tensor]:
     """A launch, and the student's and the teacher's logits as it reads them."""
@@ -78,15 +80,15 @@ def _look(
         return (len(elements), C), raw_CU, raw_CU
     element, options = printed(tuple((0, e) for e in elements), 1)
     raw, teacher = rows_of(raw_CU), rows_of(readable(chunk.raw_CV[:, :U]))
-    shape, other = shape or row_shape(LOOK, U), Transform(chunk.scale, chunk.softcap)
+    shape, other = shape or row_shape(DIVERGENCE, U), Transform(chunk.scale, chunk.softcap)
     given = (plain_temperature(T), plain_temperature(chunk.temperatures[i]))
     parts = triton.cdiv(U + raw.skew, shape.width)
     flags = SweepFlags(
-        per_row(given[:1]), **how.flags(), **other.flags("TEACHER_"), LOOK_SUMS=2 * len(elements),
+        per_row(given[:1]), **how.flags(), **other.flags("TEACHER_"), DIVERGENCE_SUMS=2 * len(elements),
         TEACHER_PER_ROW=per_row(given[1:]), LINE=raw.line, VEC=raw.vector, TEACHER_VEC=vector_along(raw, teacher),
         K=shape.loads, L=shape.lanes, J=columns_a_load(raw_CU, teacher.x_CV, shape),
     )  # fmt: skip
-    launch = launch_of(look_kernel, ELEMENT=element, F=flags, num_warps=shape.warps)
+    launch = launch_of(divergence_kernel, ELEMENT=element, F=flags, num_warps=shape.warps)
     places = (raw.x_CV.stride(0), raw.lead, teacher.x_CV.stride(0), teacher.lead)
     # all that a compiled kernel depends on: see launch.py
     key = (*kinds_of(raw.x_CV, teacher.x_CV, *given), C == 1, C & 15, C >> 31, U, shape.width, places)
@@ -95,8 +97,8 @@ def _look(
     return known, raw.x_CV, teacher.x_CV
 
 
-def fire_look(seen: tuple[int, int, Any], x: Tensor, teacher: Tensor, softmax: Softmax) -> Tensor:
-    """Launch the kernel of `look` at one teacher and temperature, told by their numbers: a pair after the other."""
+def launch_divergences(seen: tuple[int, int, Any], x: Tensor, teacher: Tensor, softmax: Softmax) -> Tensor:
+    """Launch the kernel of `divergence_pass` at one teacher and temperature, given by their numbers."""
     t, i, (count, C, *known) = seen
     if not known:
         return torch.zeros(2 * count, C, dtype=torch.float32, device=x.device)

@@ -58,22 +58,22 @@ def packed(
     want: Want,
     temperatures: Sequence[Number],
     vocab: int,
-    look: Callable[[Softmax], Sequence[tuple[Tensor, Tensor]]],
+    divergence_pass: Callable[[Softmax], Sequence[tuple[Tensor, Tensor]]],
 ) -> Tensor:
     """(F, C): the sums of rows, and of their dense teachers, over the whole vocabulary, in the order of the kernel.
 
-    `look`: see `in_order`.
+    `divergence_pass`: see `in_order`.
     """
-    looks: Sequence[tuple[Tensor, Tensor]] = ()
+    divergences: Sequence[tuple[Tensor, Tensor]] = ()
     if want.divergent:
-        looks = look(finish(partial, want, temperatures, vocab, only_softmax=True)[1])
-    return torch.stack([x.to(torch.float32) for x in in_order(partial, want, looks)])
+        divergences = divergence_pass(finish(partial, want, temperatures, vocab, only_softmax=True)[1])
+    return torch.stack([x.to(torch.float32) for x in in_order(partial, want, divergences)])
 
 
-def in_order(partial: Partial, want: Want, looks: Sequence[tuple[Any, Any]]) -> list[Any]:
+def in_order(partial: Partial, want: Want, divergences: Sequence[tuple[Any, Any]]) -> list[Any]:
     """The rows of `packed`, or whatever stands for them in these records.
 
-    `looks`: for each divergence, in the order of `Want.all_looks`, its value and the sum of its slopes.
+    `divergences`: for each divergence, in the order of `Want.all_divergences`, its value and the sum of its slopes.
     """
     found: list[Tensor | None] = [partial.max, partial.target, partial.total, partial.columns, partial.argmax]
     found += [x for moments in partial.moments for x in moments]
@@ -81,12 +81,12 @@ def in_order(partial: Partial, want: Want, looks: Sequence[tuple[Any, Any]]) -> 
     assert len(theirs) == len(want.teachers)
     found += [*(x.max for x in theirs), *(x.argmax for x in theirs)]
     found += [x for dense in theirs for meeting in dense.meetings for x in meeting]
-    of = dict(zip(want.all_looks, looks, strict=True))
+    of = dict(zip(want.all_divergences, divergences, strict=True))
     found += [x for f in want.facts if f in of for x in of[f]]
     return [x for x in found if x is not None]
 
 
-def looks_of(want: Want, teacher: str) -> list[Fact]:
+def divergences_of(want: Want, teacher: str) -> list[Fact]:
     return [f for f in want.facts if f.element is not None and f.teacher == teacher]
 
 
@@ -115,8 +115,8 @@ class Settled(Visited):
             met = len(want.temperatures_of(name))
             logs.append((take(met), take(met)))
         slopes = dict(zip([f for f in want.facts if f.element is not None], numbers, strict=True))
-        looks = [tuple(slopes[f] for f in looks_of(want, name)) for name in want.teachers]
-        seen = [DenseSoftmax(most, *log, at) for most, log, at in zip(maxima, logs, looks, strict=True)]
+        divergences = [tuple(slopes[f] for f in divergences_of(want, name)) for name in want.teachers]
+        seen = [DenseSoftmax(most, *log, at) for most, log, at in zip(maxima, logs, divergences, strict=True)]
         return own._replace(teachers=tuple(seen))
 
     @property
@@ -256,28 +256,29 @@ class Plan(NamedTuple):
 @by_identity
 def _plan(program: Program) -> Plan:
     want = program.want
-    used = tuple(i for i, there in enumerate(program.there) if any(there))
+    used = tuple(i for i, present in enumerate(program.present) if any(present))
     keys, met = want.temperatures, [(name, T) for name in want.teachers for T in want.temperatures_of(name)]
     sums = lambda x: tuple(want.sums(x, T) for T in keys)
     bests = bests_of(want)
-    looks = sum(f.element is not None for f in want.facts)
+    divergences = sum(f.element is not None for f in want.facts)
     flags = SettleFlags(
         SUMS=tuple(map(len, program.sums)), WIDE=tuple(x for walk in program.sums for x in walk),
         KINDS=tuple(KINDS.get(f.name, 0) for f in want.facts), USED=used,
-        THERE=tuple(x for there in program.there for x in there), OF_SEGMENTS=program.of_segments,
+        PRESENT=tuple(x for present in program.present for x in present), OF_SEGMENTS=program.of_segments,
         PICK=want.target, TOTAL=want.total, BEST=want.argmax, BEST_SLOT=1 + want.target + 2 * want.total,
         WANT_X=sums("X"), WANT_Q=sums("Q"), TARGET=program.target, TAUGHT=bool(want.teachers),
         THEIR_SLOT=1 + want.target + 2 * want.total + want.argmax + len(keys) + sum(sums("X")) + sum(sums("Q")),
         TEACHER_BEST=tuple(want.sums("argmax", teacher=name) for name in want.teachers),
         BEST_OF=tuple(bests.index(f.teacher) if f.teacher in bests else 0 for f in want.facts),
-        MET=tuple(x in ("S", "St") or want.sums(x, T, name) for name, T in met for x in Meeting._fields), LOOKS=looks,
-        GUIDED=(*(x for there in program.guided for x in there), *(True,) * len(program.looked)),
+        MET=tuple(x in ("S", "St") or want.sums(x, T, name) for name, T in met for x in Meeting._fields),
+        DIVERGENCES=divergences,
+        TEACHER_PULLS=(*(x for present in program.teacher_pulls for x in present), *(True,) * len(program.divergences)),
     )  # fmt: skip
     sizes = (
-        1 + len(keys) + len(want.teachers) + 2 * len(met) + looks, flags.KINDS.count(0), 0, len(program.metrics),
+        1 + len(keys) + len(want.teachers) + 2 * len(met) + divergences, flags.KINDS.count(0), 0, len(program.metrics),
         len(program.cotangents), len(program.input_cotangents),
     )  # fmt: skip
-    pulled = 1 + sum(1 + sum(program.there[i]) for i in used) + sum(flags.GUIDED)
+    pulled = 1 + sum(1 + sum(program.present[i]) for i in used) + sum(flags.TEACHER_PULLS)
     high = len(program.terms) + 1 + len(program.segment_metrics)
     return Plan(program, sum(sizes), pulled, high, (0, *itertools.accumulate(sizes)), flags, {})
 

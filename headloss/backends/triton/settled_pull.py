@@ -12,9 +12,9 @@ from torch import Tensor
 
 from headloss.backends.triton import sweeps, teacher_pulls
 from headloss.backends.triton.printer.program import Program
-from headloss.backends.triton.settle import looks_of
+from headloss.backends.triton.settle import divergences_of
 from headloss.facts import Pull, Softmax
-from headloss.teachers import DensePull, Look, TeacherChunk, Temperature
+from headloss.teachers import DensePull, DivergencePull, TeacherChunk, Temperature
 
 
 def pull_settled(
@@ -35,15 +35,15 @@ def pull_settled(
     `how` as in `sweeps.pull_rows`, which serves if there are no teachers, or `teacher_pulls.pull`.
     """
     if not teachers:
-        used = [i for i, there in enumerate(program.there) if any(there)]
-        there, own = [program.there[i] for i in used], [temperatures[i] for i in used]
-        return sweeps.pull_rows(raw_CV, target_C, rows_FC, there, own, out_CV, **how)
+        used = [i for i, present in enumerate(program.present) if any(present)]
+        present, own = [program.present[i] for i in used], [temperatures[i] for i in used]
+        return sweeps.pull_rows(raw_CV, target_C, rows_FC, present, own, out_CV, **how)
     assert softmax is not None
-    numbers, pulls = iter(rows_FC[1:]), [Pull()] * len(program.there)
-    for i, there_i in enumerate(program.there):
-        if any(there_i):
+    numbers, pulls = iter(rows_FC[1:]), [Pull()] * len(program.present)
+    for i, own_present in enumerate(program.present):
+        if any(own_present):
             next(numbers)  # the log_sum
-            pulls[i] = Pull(*(next(numbers) if x else None for x in there_i))
+            pulls[i] = Pull(*(next(numbers) if x else None for x in own_present))
     teacher_pulls.pull(
         raw_CV, target_C, softmax, pulls, temperatures, out_CV, teachers=teachers,
         teacher_pulls=_guided_by(program, numbers, softmax), teacher_temperatures=teacher_temperatures, **how,
@@ -53,14 +53,16 @@ def pull_settled(
 
 def _guided_by(program: Program, numbers: Iterator[Tensor], softmax: Softmax) -> list[tuple[DensePull, ...]]:
     """Each teacher's coefficients, per temperature of its comparison, from the numbers that the kernel wrote."""
-    take = lambda there: [next(numbers) if x else None for x in there]
-    own = iter([DensePull(*take(there)) for there in program.guided])  # type: ignore[arg-type]  # a, b, c, d
-    pulled, found = dict(zip(program.looked, numbers, strict=True)), []
+    take = lambda present: [next(numbers) if x else None for x in present]
+    own = iter([DensePull(*take(present)) for present in program.teacher_pulls])  # type: ignore[arg-type]  # a, b, c, d
+    pulled, found = dict(zip(program.divergences, numbers, strict=True)), []
     for name, seen in zip(program.want.teachers, softmax.teachers, strict=True):
-        slopes = dict(zip(looks_of(program.want, name), seen.looks, strict=True))  # type: ignore[union-attr]
+        slopes = dict(zip(divergences_of(program.want, name), seen.slopes, strict=True))  # type: ignore[union-attr]
         pulls = []
         for T in program.want.temperatures_of(name):
-            mine = [Look(f.element, pulled[f], slopes[f]) for f in slopes if f.temperature == T and f in pulled]
-            pulls.append(next(own)._replace(looks=tuple(mine)))
+            mine = [
+                DivergencePull(f.element, pulled[f], slopes[f]) for f in slopes if f.temperature == T and f in pulled
+            ]
+            pulls.append(next(own)._replace(divergences=tuple(mine)))
         found.append(tuple(pulls))
     return found

@@ -120,7 +120,7 @@ def pull(
                 sparse.append(Named(chunk.ids_CK, seen, tuple(Ts), own))  # type: ignore[arg-type]
         elif chunk.columns:
             assert isinstance(seen, DenseSoftmax)
-            kept = [i for i, k in enumerate(own) if any(x is not None for x in k[:4]) or k.looks]  # type: ignore[attr-defined]
+            kept = [i for i, k in enumerate(own) if any(x is not None for x in k[:4]) or k.divergences]  # type: ignore[attr-defined]
             if kept:
                 at = lambda xs, kept=kept: tuple(xs[i] for i in kept)
                 chunk = chunk._replace(temperatures=at(chunk.temperatures))
@@ -191,8 +191,8 @@ def _write(
         out_CV.zero_()
         return
     raw, out = rows_of(raw_CV), rows_of(out_CV)
-    looking = any(k.looks for met in dense for k in met.pulls)
-    shape = shape or row_shape(WITH_DIVERGENCE if looking else WITH_TEACHER, V)
+    divergent = any(k.divergences for met in dense for k in met.pulls)
+    shape = shape or row_shape(WITH_DIVERGENCE if divergent else WITH_TEACHER, V)
     numbers = [x for e in entries for x in (e.max, e.log_sum, *e.pull) if x is not None]
     given = tuple(plain_temperature(e.T) for e in entries)
     pulls = lambda i: tuple(e.pull[i] is not None for e in entries)
@@ -212,19 +212,20 @@ def _write(
         numbers += [dense[0].own_max, *(met.max for met in dense)]
         for t, i, k in every:
             numbers += [dense[t].log_S[i], dense[t].log_St[i], *(x for x in k[:4] if x is not None)]
-        looks = [(n, at) for n, (_, _, k) in enumerate(every) for at in k.looks]
-        numbers += [x for _, at in looks for x in (at.g, at.C)]
+        divergences = [(n, at) for n, (_, _, k) in enumerate(every) for at in k.divergences]
+        numbers += [x for _, at in divergences for x in (at.g, at.C)]
         on = lambda n: tuple(k[n] is not None for _, _, k in every)
         flags = flags._replace(
             MET_OF=tuple(t for t, _, _ in every), TA=on(0), TB=on(1), TC=on(2), TD=on(3),
-            LOOKS=tuple(n for n, _ in looks), MET_PER_ROW=per_row(met_given), TEACHER_PER_ROW=per_row(their_given),
+            DIVERGENCES=tuple(n for n, _ in divergences),
+            MET_PER_ROW=per_row(met_given), TEACHER_PER_ROW=per_row(their_given),
             TEACHER_SCALED=tuple(x.flags()["SCALED"] for x in others),
             TEACHER_CAPPED=tuple(x.flags()["CAPPED"] for x in others),
             TEACHER_VEC=tuple(vector_along(out, x) for x in theirs),
         )  # fmt: skip
         options: tuple[float, ...] = ()
-        if looks:
-            element, options = printed(tuple((n, at.element) for n, at in looks), len(every))
+        if divergences:
+            element, options = printed(tuple((n, at.element) for n, at in divergences), len(every))
         numbers_given = numbers_given._replace(
             met_temperatures=met_given, teacher_temperatures=their_given, numbers=options,
             teacher_scales=tuple(x.numbers[0] for x in others), teacher_caps=tuple(x.numbers[1] for x in others),

@@ -3,7 +3,7 @@
 Dimension key:  C rows handed in   V columns in hand   U columns shared with the teacher   K ids   P parts   F numbers
 
     sums   the first dense teacher in the student's launch, every further teacher in a launch of its own
-    look   one launch per teacher and temperature for which a divergence needs both softmaxes (`second_read.py`)
+    divergence_pass   one launch per teacher and temperature, if a divergence needs both softmaxes (`second_read.py`)
     pull   one launch for the student, the tails and all dense teachers (`teacher_pulls.py`); the gradient at the ids of
            sparse teachers is computed separately and stored last
 

@@ -128,8 +128,8 @@ def shape_of(plan: Plan, row: int, gradient: bool = True, skewed: bool = False, 
     if gradient and shared:
         return shared[0]
     if plan.program.want.teachers:
-        dense, look, ids = next(shapes for up_to, *shapes in TAUGHT if up_to >= row)
-        return look if plan.look is not None else dense if plan.flags["DENSE"] else ids
+        dense, divergent, ids = next(shapes for up_to, *shapes in TAUGHT if up_to >= row)
+        return divergent if plan.divergence is not None else dense if plan.flags["DENSE"] else ids
     light, heavy = next(shapes for up_to, *shapes in (SHAPES if gradient else FORWARD) if up_to >= row)
     return heavy if plan.heavy or (skewed and gradient) else light
 
@@ -137,7 +137,7 @@ def shape_of(plan: Plan, row: int, gradient: bool = True, skewed: bool = False, 
 def shared_shapes(plan: Plan) -> Sequence[tuple[int, int, Shape]]:
     """Above and up to how many bytes several programs share a row, and their shape."""
     if plan.flags["DENSE"]:
-        least, shape = TAUGHT_SHARED[plan.look is not None or len(plan.flags["A"]) > 1]
+        least, shape = TAUGHT_SHARED[plan.divergence is not None or len(plan.flags["A"]) > 1]
         return ((least, 1 << 40, shape),)
     return () if plan.heavy or plan.program.want.teachers else SHARED
 
@@ -235,7 +235,7 @@ def visit(
     if noted is not None:
         noted += plan.layouts.get(layout, ())  # another thread may make room at any time
     given = Given(
-        given_T, taught.temperatures, inputs, bases, factors, program.numbers, plan.look_numbers, float(vocab),
+        given_T, taught.temperatures, inputs, bases, factors, program.numbers, plan.divergence_numbers, float(vocab),
         float(scale), 1.0 if softcap is None else float(softcap), taught.scale, taught.cap, taught.tails,
     )  # fmt: skip
     visited = fire(plan, kernel, places, C, given, x, y, target, z, taught.ids, taught.sorted_ids)
@@ -273,7 +273,7 @@ def fire(
     )  # fmt: skip
     if F.PARTS and IN_TURN.value:  # no program may overwrite what the next one reads
         apart = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-        for _ in range(1 + bool(F.LOOK_SUMS)):
+        for _ in range(1 + bool(F.DIVERGENCE_SUMS)):
             kernel.run(None, -1, C * F.PARTS, (at._replace(out=apart(y)), given, *places))
         at = at._replace(raw=apart(x).copy_(x)) if y is x else at
     kernel.run(None, x.get_device(), C * (F.PARTS or 1), (at, given, *places))
@@ -365,7 +365,7 @@ def _variant(plan: Plan, form: Form) -> Launch:
         TOLD=told(plan, form.parts),
     )  # fmt: skip
     program = plan.program
-    functions = {"FN": program.function, "VALUES": program.values, "LOOK": plan.look}
+    functions = {"FN": program.function, "VALUES": program.values, "DIVERGENCE": plan.divergence}
     limited = shape.registers and not form.capped and torch.version.hip is None  # a softcap's tanh would spill
     most = {"maxnreg": shape.registers} if limited else {}
     return Launch(visit_kernel, {**functions, "F": flags, "num_warps": shape.warps, **most})
@@ -374,7 +374,7 @@ def _variant(plan: Plan, form: Form) -> Launch:
 def told(plan: Plan, parts: int) -> int:
     """How many numbers, at most, the programs of a row tell each other: see `lanes.sweep_row` and `sweep_pair`."""
     flags = plan.flags
-    return ((6 + 9 * len(flags["A"]) if flags["DENSE"] else 3) + flags["LOOK_SUMS"]) * parts
+    return ((6 + 9 * len(flags["A"]) if flags["DENSE"] else 3) + flags["DIVERGENCE_SUMS"]) * parts
 
 
 def most_parts(x: Tensor) -> int:

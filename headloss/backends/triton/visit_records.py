@@ -37,8 +37,8 @@ class Plan(NamedTuple):
     targets: bool  # whether it needs targets
     ends: tuple[int, ...]  # where softmax, facts, values, metrics and cotangents begin among the slots
     flags: dict[str, Any]
-    look: Any  # the divergences of the second read, printed as one function, and its numbers
-    look_numbers: tuple[float, ...]
+    divergence: Any  # the divergences of the second read, printed as one function, and its numbers
+    divergence_numbers: tuple[float, ...]
     variants: dict[Any, Launch]  # by the form of a call
     layouts: dict[Any, tuple[Launch, tuple[Any, ...]]]  # with the last arguments, if rows start on a line
 
@@ -49,14 +49,14 @@ def plan_of(program: Program) -> Plan:
     name = want.teachers[0] if want.teachers else None
     met = () if name is None else want.temperatures_of(name)
     dense, width = name is not None and not program.width, program.width
-    looks = tuple(f for f in want.facts if f.element is not None)
+    divergences = tuple(f for f in want.facts if f.element is not None)
     meets = tuple(keys.index(T) for T in met)
-    pulled_at = tuple(keys.index(f.temperature) for f in program.looked)
+    pulled_at = tuple(keys.index(f.temperature) for f in program.divergences)
     # per temperature, the coefficients that the teacher contributes to
-    guided = dict(zip(meets, program.guided, strict=True)) if name is not None else {}
-    theirs = lambda j: tuple(dense and i in guided and guided[i][j] for i in range(len(keys)))
-    tails = tuple(not dense and i in guided and guided[i][1] for i in range(len(keys)))
-    own = {x: tuple(there[j] for there in program.there) for j, x in enumerate("ABECY")}
+    teacher_pulls = dict(zip(meets, program.teacher_pulls, strict=True)) if name is not None else {}
+    theirs = lambda j: tuple(dense and i in teacher_pulls and teacher_pulls[i][j] for i in range(len(keys)))
+    tails = tuple(not dense and i in teacher_pulls and teacher_pulls[i][1] for i in range(len(keys)))
+    own = {x: tuple(present[j] for present in program.present) for j, x in enumerate("ABECY")}
     sums = lambda x: tuple(name is not None and want.sums(x, T, name) for T in keys)
     wide = tuple(f.name in WIDE for f in program.cotangents)
     flags: dict[str, Any] = {
@@ -73,12 +73,13 @@ def plan_of(program: Program) -> Plan:
         "TEACHER_BEST": name is not None and want.sums("argmax", teacher=name),
         **{f"WANT_{x}": sums(x) for x in "YFG"},
         "TC": theirs(2), "TD": theirs(3),
-        "LOOK_OF": tuple(looks.index(f) if f in looks else -1 for f in want.facts), "LOOK_SUMS": 2 * len(looks),
-        "PULLED": tuple(looks.index(f) for f in program.looked), "PULLED_AT": pulled_at,
+        "DIVERGENCE_OF": tuple(divergences.index(f) if f in divergences else -1 for f in want.facts),
+        "DIVERGENCE_SUMS": 2 * len(divergences),
+        "PULLED": tuple(divergences.index(f) for f in program.divergences), "PULLED_AT": pulled_at,
         "IDS": triton.next_power_of_2(width) if width else 0,
         "TAIL": name is not None and bool(width) and want.sums("tail_max", teacher=name),
-        "PULL_IDS": tuple(k[0] for k in program.guided) if width else (),
-        "PULL_TAIL": tuple(k[1] for k in program.guided) if width else (),
+        "PULL_IDS": tuple(k[0] for k in program.teacher_pulls) if width else (),
+        "PULL_TAIL": tuple(k[1] for k in program.teacher_pulls) if width else (),
         "WIDE_REST": (
             *(False,) * (len(program.terms) + len(program.metrics)), *wide, *(False,) * len(program.input_cotangents),
         ),
@@ -87,7 +88,7 @@ def plan_of(program: Program) -> Plan:
         "FINITE": any(flags["WANT_X"]), "FINITE_OUT": any(flags["B"]), "TEACHER_FINITE": any(flags["WANT_Y"]),
         "NUMBERS": len(program.numbers),
     }  # fmt: skip
-    seen = 1 + len(met) + len(looks) if dense or flags["TAIL"] else 0
+    seen = 1 + len(met) + len(divergences) if dense or flags["TAIL"] else 0
     sizes = (
         1 + len(keys) + seen, flags["KINDS"].count(0), len(program.terms), len(program.metrics),
         wide.count(False), len(program.input_cotangents),
@@ -95,14 +96,14 @@ def plan_of(program: Program) -> Plan:
     wide_slots = sum(f.name in WIDE for f in want.facts) + sum(wide)
     flags |= {"SLOTS": sum(sizes), "WIDE_SLOTS": wide_slots}
     heavy = len(keys) > 1 or want.argmax or want.total or any((*flags["WANT_X"], *flags["WANT_Q"]))
-    look: Any = None
+    divergence: Any = None
     numbers: tuple[float, ...] = (0.0,)
-    if looks:
-        look, numbers = printed(tuple((met.index(f.temperature), f.element) for f in looks), len(met))
+    if divergences:
+        divergence, numbers = printed(tuple((met.index(f.temperature), f.element) for f in divergences), len(met))
     ends = (0, *itertools.accumulate(sizes))
     return Plan(
         program, sum(sizes), wide_slots, bool(wide_slots or flags["BEST"] or flags["TEACHER_BEST"]), heavy,
-        want.target or program.target, ends, flags, look, numbers, {}, {},
+        want.target or program.target, ends, flags, divergence, numbers, {}, {},
     )  # fmt: skip
 
 
@@ -182,8 +183,8 @@ class Visited:
             return Softmax(most, log_sums)
         met = [keys.index(T) for T in want.temperatures_of(want.teachers[0])]
         if not self.program.width:
-            log_St, looks = tuple(rest[1 : 1 + len(met)]), tuple(rest[1 + len(met) :])
-            seen: Any = DenseSoftmax(rest[0], tuple(log_sums[i] for i in met), log_St, looks)
+            log_St, divergences = tuple(rest[1 : 1 + len(met)]), tuple(rest[1 + len(met) :])
+            seen: Any = DenseSoftmax(rest[0], tuple(log_sums[i] for i in met), log_St, divergences)
         else:
             seen = SparseSoftmax(rest[0] if rest else None, tuple(rest[1:]))
         return Softmax(most, log_sums, (seen,))

@@ -10,7 +10,9 @@ from headloss.backends.triton.kernels.sums import fetch
 
 
 @triton.jit
-def look_in(x, y, sums, good, tops, met, numbers, how, MASKED: tl.constexpr, ELEMENT: tl.constexpr, F: tl.constexpr):
+def add_divergences(
+    x, y, sums, good, tops, met, numbers, how, MASKED: tl.constexpr, ELEMENT: tl.constexpr, F: tl.constexpr
+):
     """Add a load (L, J) of both rows to the lanes' sums; MASKED: only its `good` columns."""
     z = logits(x, how[0], how[1], F.SCALED, F.CAPPED)
     log_p, log_q = log_pair(z, logits(y, how[2], how[3], F.TEACHER_SCALED, F.TEACHER_CAPPED), tops, met, 0)
@@ -28,11 +30,11 @@ def look_in(x, y, sums, good, tops, met, numbers, how, MASKED: tl.constexpr, ELE
 @triton.jit(
     do_not_specialize=["N", "V", "parts", "width", "stride", "lead", "teacher_stride", "teacher_lead"],
 )
-def look_kernel(
+def divergence_kernel(
     at, temperatures, numbers, N, V, parts, width, stride, lead, teacher_stride, teacher_lead, how,
     ELEMENT: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """The sums of ELEMENT's results, LOOK_SUMS of them, over the columns that both have: (LOOK_SUMS, P, N).
+    """The sums of ELEMENT's results, DIVERGENCE_SUMS of them, over the columns that both have: (DIVERGENCE_SUMS, P, N).
 
     `rows` (4, N): the student's maximum and log_S, then the teacher's; `temperatures`: the student's and the teacher's.
     """
@@ -40,7 +42,7 @@ def look_kernel(
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
     TEACHER_VEC: tl.constexpr = F.TEACHER_VEC
-    LOOK_SUMS: tl.constexpr = F.LOOK_SUMS
+    DIVERGENCE_SUMS: tl.constexpr = F.DIVERGENCE_SUMS
     BLOCK: tl.constexpr = K * L * J
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
@@ -56,7 +58,7 @@ def look_kernel(
     mt, log_St = tl.load(rows + 2 * N), tl.load(rows + 3 * N)
     tops, met = (m, mt), (inverse, log_S, theirs, log_St)
     sums = ()
-    for _ in tl.static_range(LOOK_SUMS):
+    for _ in tl.static_range(DIVERGENCE_SUMS):
         sums = sums + (tl.zeros([L], tl.float32),)
     j = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
     head = (low < skew).to(tl.int32)
@@ -66,7 +68,7 @@ def look_kernel(
         x = fetch(raw, block * BLOCK + j, 0, 0, False, K, "evict_first")
         y = fetch(teacher, block * BLOCK + j, 0, 0, False, K, "evict_first")
         for n in tl.static_range(K):
-            sums = look_in(x[n], y[n], sums, 0, tops, met, numbers, how, False, ELEMENT, F)
+            sums = add_divergences(x[n], y[n], sums, 0, tops, met, numbers, how, False, ELEMENT, F)
     go, stop = edges(skew, high, F.VEC)
     got, stopt = edges(skew, high, TEACHER_VEC)
     for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):
@@ -76,7 +78,7 @@ def look_kernel(
         for n in tl.static_range(K):
             column = block * BLOCK + n * (L * J) + j
             good = (column >= skew) & (column < high)
-            sums = look_in(x[n], y[n], sums, good, tops, met, numbers, how, True, ELEMENT, F)
+            sums = add_divergences(x[n], y[n], sums, good, tops, met, numbers, how, True, ELEMENT, F)
     out = at.out + (part.to(tl.int64) * N + row)
-    for i in tl.static_range(LOOK_SUMS):
+    for i in tl.static_range(DIVERGENCE_SUMS):
         tl.store(out + i * N.to(tl.int64) * parts, tl.sum(sums[i], axis=0))

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""The sweeps of a visit over a row and its dense teacher's: `read_pair` sums both, `look_pair` sums divergences that
-need both softmaxes, and `write_pair` writes the gradient, from the row's end to its start.
+"""The sweeps of a visit over a row and its dense teacher's: `read_pair` sums both, `divergence_pair` sums divergences
+that need both softmaxes, and `write_pair` writes the gradient, from the row's end to its start.
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   W columns of a stored word
 
@@ -144,7 +144,7 @@ def read_pair(raw, teacher, skew, end, part, c, ct, how, POLICY: tl.constexpr, F
 
 
 @triton.jit
-def each_look(z, u, k, AT: tl.constexpr):
+def log_probs_of(z, u, k, AT: tl.constexpr):
     """log p, log q, p and q at one temperature, whose numbers begin at index AT of `k`."""
     t = tl.fma(z, k[AT] + tl.zeros_like(z), k[AT + 1] + tl.zeros_like(z))
     r = tl.fma(u, k[AT + 2] + tl.zeros_like(u), k[AT + 3] + tl.zeros_like(u))
@@ -153,23 +153,23 @@ def each_look(z, u, k, AT: tl.constexpr):
 
 
 @triton.jit
-def looked(z, u, k, numbers, LOOK: tl.constexpr, F: tl.constexpr):
-    """The results of LOOK, which takes log p and log q at each temperature of the comparison, in nats and never below
-    the floor, then p and q, then its numbers.  `k` as in `gradient_pair`."""
+def divergences_of(z, u, k, numbers, DIVERGENCE: tl.constexpr, F: tl.constexpr):
+    """The results of DIVERGENCE, which takes log p and log q at each temperature of the comparison, in nats and never
+    below the floor, then p and q, then its numbers.  `k` as in `gradient_pair`."""
     logs, each = (), ()
     for n in tl.static_range(len(F.MEETS)):
-        log_p, log_q, p, q = each_look(z, u, k, 11 * F.MEETS[n])
+        log_p, log_q, p, q = log_probs_of(z, u, k, 11 * F.MEETS[n])
         logs, each = logs + (log_p, log_q), each + (p, q)
-    return LOOK(*logs, *each, *numbers)
+    return DIVERGENCE(*logs, *each, *numbers)
 
 
 @triton.jit
-def look_in(
-    x, y, at, skew, end, sums, k, numbers, how, MASKED: tl.constexpr, LOOK: tl.constexpr, F: tl.constexpr
+def add_divergences(
+    x, y, at, skew, end, sums, k, numbers, how, MASKED: tl.constexpr, DIVERGENCE: tl.constexpr, F: tl.constexpr
 ):  # fmt: skip
     """Add a stored block of both rows, from column `at` (L, J) on, to the lanes' sums.  MASKED: some of its columns may
     not be in the row."""
-    LOOK_SUMS: tl.constexpr = F.LOOK_SUMS
+    DIVERGENCE_SUMS: tl.constexpr = F.DIVERGENCE_SUMS
     for n in tl.static_range(len(x)):
         z = decode(x[n], how[0], how[1], False, F.SCALED, F.CAPPED, F.PAIRED)
         u = decode(y[n], how[2], how[3], False, F.TEACHER_SCALED, F.TEACHER_CAPPED, F.TEACHER_PAIRED)
@@ -177,9 +177,9 @@ def look_in(
         if MASKED:
             good = within(at, n, skew, end)
             z, u = tl.where(good, z, 0.0), tl.where(good, u, 0.0)
-        found = looked(z, u, k, numbers, LOOK, F)
+        found = divergences_of(z, u, k, numbers, DIVERGENCE, F)
         more = ()
-        for i in tl.static_range(LOOK_SUMS):
+        for i in tl.static_range(DIVERGENCE_SUMS):
             # some results are one number for all columns; to add zeros of a block would cost an operation per column
             more = more + (sums[i] + tl.sum(tl.where(good, found[i], 0.0), axis=1),)
         sums = more
@@ -187,19 +187,19 @@ def look_in(
 
 
 @triton.jit
-def look_pair(
-    raw, teacher, skew, end, part, k, numbers, how, POLICY: tl.constexpr, LOOK: tl.constexpr, F: tl.constexpr
+def divergence_pair(
+    raw, teacher, skew, end, part, k, numbers, how, POLICY: tl.constexpr, DIVERGENCE: tl.constexpr, F: tl.constexpr
 ):  # fmt: skip
-    """The sums of LOOK's results; `k` as in `gradient_pair`."""
+    """The sums of DIVERGENCE's results; `k` as in `gradient_pair`."""
     K: tl.constexpr = F.K
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
     W: tl.constexpr = 2 if F.PAIRED else 1
     WT: tl.constexpr = 2 if F.TEACHER_PAIRED else 1
-    LOOK_SUMS: tl.constexpr = F.LOOK_SUMS
+    DIVERGENCE_SUMS: tl.constexpr = F.DIVERGENCE_SUMS
     BLOCK: tl.constexpr = K * L * J
     sums = ()
-    for _ in tl.static_range(LOOK_SUMS):
+    for _ in tl.static_range(DIVERGENCE_SUMS):
         sums = sums + (tl.zeros([L], tl.float32),)
     words, theirs, j, w, wt = words_of(raw, teacher, F.PAIRED, F.TEACHER_PAIRED, F)
     first, last = blocks(skew, end, F.LINE, F.VEC, BLOCK)
@@ -208,19 +208,19 @@ def look_pair(
     for edge in range(1 - first, 1 + (own & (end > last * BLOCK)).to(tl.int32)):
         block = tl.where(edge == 0, 0, last)
         x, y = pair(words, theirs, block, w, wt, bounds, True, POLICY, W, WT, F)
-        sums = look_in(x, y, block * BLOCK + j, skew, end, sums, k, numbers, how, True, LOOK, F)
+        sums = add_divergences(x, y, block * BLOCK + j, skew, end, sums, k, numbers, how, True, DIVERGENCE, F)
     for back in tl.range(low, high, num_stages=1):  # backwards: the end of the row is still in the cache
         block = high - 1 + low - back
         x, y = pair(words, theirs, block, w, wt, bounds, False, POLICY, W, WT, F)
-        sums = look_in(x, y, block * BLOCK + j, skew, end, sums, k, numbers, how, False, LOOK, F)
+        sums = add_divergences(x, y, block * BLOCK + j, skew, end, sums, k, numbers, how, False, DIVERGENCE, F)
     whole = ()
-    for i in tl.static_range(LOOK_SUMS):
+    for i in tl.static_range(DIVERGENCE_SUMS):
         whole = whole + (tl.sum(sums[i], axis=0),)
     return whole
 
 
 @triton.jit
-def gradient_pair(z, u, k, pulls, numbers, cap, LOOK: tl.constexpr, F: tl.constexpr):
+def gradient_pair(z, u, k, pulls, numbers, cap, DIVERGENCE: tl.constexpr, F: tl.constexpr):
     """The gradient, but for what the target adds.  `k` has eleven numbers per temperature: c and -origin of both rows,
     with t = z c - origin; the least of the teacher's t; log S and the least log p, log St and the least log q, in nats;
     1 / S and 1 / St.  `pulls` has six per temperature, divided by T: the coefficients of 2^t, t 2^t, 2^2t, 1, t' 2^t
@@ -249,7 +249,7 @@ def gradient_pair(z, u, k, pulls, numbers, cap, LOOK: tl.constexpr, F: tl.conste
         if F.C[i]:
             g += pulls[6 * i + 3]
     if len(F.PULLED) > 0:
-        found = looked(z, u, k, numbers, LOOK, F)
+        found = divergences_of(z, u, k, numbers, DIVERGENCE, F)
         for n in tl.static_range(len(F.PULLED)):
             g += pulls[6 * len(F.MET) + n] * found[2 * F.PULLED[n] + 1]
     return slopes(g, z, cap, F.CAPPED)
@@ -258,14 +258,14 @@ def gradient_pair(z, u, k, pulls, numbers, cap, LOOK: tl.constexpr, F: tl.conste
 @triton.jit
 def emit_pair(
     x, y, out, at, low, high, k, pulls, numbers, how,
-    MASKED: tl.constexpr, PAIRED: tl.constexpr, TEACHER_PAIRED: tl.constexpr, LOOK: tl.constexpr, F: tl.constexpr,
+    MASKED: tl.constexpr, PAIRED: tl.constexpr, TEACHER_PAIRED: tl.constexpr, DIVERGENCE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of a stored block."""
     for n in tl.static_range(len(x)):
         here = at + n * (at.shape[0] * at.shape[1])
         z = decode(x[n], how[0], how[1], F.FINITE_OUT, F.SCALED, F.CAPPED, PAIRED)
         u = decode(y[n], how[2], how[3], False, F.TEACHER_SCALED, F.TEACHER_CAPPED, TEACHER_PAIRED)
-        g = gradient_pair(z, u, k, pulls, numbers, how[1], LOOK, F).to(out.dtype.element_ty)
+        g = gradient_pair(z, u, k, pulls, numbers, how[1], DIVERGENCE, F).to(out.dtype.element_ty)
         if MASKED:
             tl.store(out + here, g, mask=(here >= low) & (here < high), cache_modifier=".cs")
         else:
@@ -275,7 +275,7 @@ def emit_pair(
 @triton.jit
 def write_pair(
     raw, teacher, out, skew, end, part, k, pulls, numbers, at_target, picked, column, how,
-    LOOK: tl.constexpr, F: tl.constexpr,
+    DIVERGENCE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """The last sweep: write the gradient of a row, from its end to its start.  `picked`: the values at the target's
     `column` in both rows, and whether there is such a column."""
@@ -301,20 +301,22 @@ def write_pair(
         block = tl.where(edge == 0, 0, last)
         x, y = pair(words, theirs, block, w, wt, bounds, True, "evict_first", W, WT, F)
         emit_pair(
-            x, y, out, block * BLOCK + j, low, high, k, pulls, numbers, how, True, PAIRED, TEACHER_PAIRED, LOOK, F
+            x, y, out, block * BLOCK + j, low, high, k, pulls, numbers, how, True, PAIRED, TEACHER_PAIRED, DIVERGENCE, F
         )
     for back in tl.range(start, stop, num_stages=1):
         block = stop - 1 + start - back
         x, y = pair(words, theirs, block, w, wt, bounds, False, "evict_first", W, WT, F)
-        emit_pair(x, y, out, block * BLOCK + j, 0, 0, k, pulls, numbers, how, False, PAIRED, TEACHER_PAIRED, LOOK, F)
+        emit_pair(
+            x, y, out, block * BLOCK + j, 0, 0, k, pulls, numbers, how, False, PAIRED, TEACHER_PAIRED, DIVERGENCE, F
+        )
     if (low > skew) | (high < end):
         z = finite(logits(x_ends, how[0], how[1], F.SCALED, F.CAPPED))
         u = logits(y_ends, how[2], how[3], F.TEACHER_SCALED, F.TEACHER_CAPPED)
-        tl.store(out + ragged, gradient_pair(z, u, k, pulls, numbers, how[1], LOOK, F).to(kind), mask=ends)
+        tl.store(out + ragged, gradient_pair(z, u, k, pulls, numbers, how[1], DIVERGENCE, F).to(kind), mask=ends)
     if F.PICK:  # noqa: SIM102, known before the kernel runs
         if picked[2]:  # one store instead of a comparison for every column
             z = finite(logits(picked[0], how[0], how[1], F.SCALED, F.CAPPED))
             u = logits(picked[1], how[2], how[3], F.TEACHER_SCALED, F.TEACHER_CAPPED)
-            g = gradient_pair(z, u, k, pulls, numbers, how[1], LOOK, F) + slopes(at_target, z, how[1], F.CAPPED)
+            g = gradient_pair(z, u, k, pulls, numbers, how[1], DIVERGENCE, F) + slopes(at_target, z, how[1], F.CAPPED)
             tl.debug_barrier()
             tl.store(out + column, g.to(kind))

@@ -8,7 +8,7 @@
                    + g (f'_j - p_j sum f')                             softmaxes over the columns that both have
 
 with s = z / T.  `ELEMENT` is a printed function: from (log p, log q) at each temperature, and from numbers, it returns
-f and f' = df/d(log p) of each divergence; LOOKS says at which temperature each is.
+f and f' = df/d(log p) of each divergence; DIVERGENCES says at which temperature each is.
 
 A program writes WIDTH columns of one row; `rows` (F, N) holds what a row needs, in the order in which it is loaded
 below.  Columns are counted from the boundary below the output's first element.  Vectors that lie entirely inside the
@@ -49,12 +49,12 @@ def exponentials(logs):
 
 
 @triton.jit
-def gradient(raw, others, own, tops, met, looks, given, ELEMENT: tl.constexpr, F: tl.constexpr):
+def gradient(raw, others, own, tops, met, divergences, given, ELEMENT: tl.constexpr, F: tl.constexpr):
     """The gradient, but for what the target adds; and z.
 
     `own` has seven numbers per entry: maximum, log2(e) / T, log_sum; a, b, e, c over T, b in base 2.  `others` are the
     teachers' logits, `tops` the student's maximum and theirs; `met` has eight numbers per teacher and temperature: the
-    four of `log_pair`; a, b, c, d over T.  `looks` has two per divergence: g over T, sum f'.
+    four of `log_pair`; a, b, c, d over T.  `divergences` has two per divergence: g over T, sum f'.
     """
     z = logits(raw, given.scale, given.cap, F.SCALED, F.CAPPED)
     g = tl.zeros_like(z)
@@ -90,9 +90,9 @@ def gradient(raw, others, own, tops, met, looks, given, ELEMENT: tl.constexpr, F
                 g += met[8 * i + 7] * tl.exp2(log_q * LOG2E)
         if ELEMENT is not None:
             found = ELEMENT(*logs, *exponentials(logs), *given.numbers)
-            for n in tl.static_range(len(F.LOOKS)):
-                p = tl.exp2(logs[2 * F.LOOKS[n]] * LOG2E)
-                g += looks[2 * n] * (found[2 * n + 1] - p * looks[2 * n + 1])
+            for n in tl.static_range(len(F.DIVERGENCES)):
+                p = tl.exp2(logs[2 * F.DIVERGENCES[n]] * LOG2E)
+                g += divergences[2 * n] * (found[2 * n + 1] - p * divergences[2 * n + 1])
     return slopes(g, z, given.cap, F.CAPPED), z
 
 
@@ -158,7 +158,7 @@ def pull_kernel(
         f = given.scale + 0.0
     live = tl.full([], 0, tl.int1)
     at_target = 0.0
-    own, tops, met, overs, looks = (), (), (), (), ()
+    own, tops, met, overs, divergences = (), (), (), (), ()
     m = 0.0
     for i in tl.static_range(len(F.A)):
         T = temperature(given.temperatures[i], row, F.PER_ROW[i])
@@ -193,9 +193,9 @@ def pull_kernel(
         d, live, rows = coefficient(rows, N, over, live, F.TD[i])
         met = met + (a, b, at_q, d)
         overs = overs + (over,)
-    for n in tl.static_range(len(F.LOOKS)):
-        pulled, live, rows = coefficient(rows, N, overs[F.LOOKS[n]], live, True)
-        looks = looks + (pulled, tl.load(rows))
+    for n in tl.static_range(len(F.DIVERGENCES)):
+        pulled, live, rows = coefficient(rows, N, overs[F.DIVERGENCES[n]], live, True)
+        divergences = divergences + (pulled, tl.load(rows))
         rows += N
 
     kind = out.dtype.element_ty
@@ -222,22 +222,22 @@ def pull_kernel(
             u = ()
             for t in tl.static_range(len(F.TEACHER_VEC)):
                 u = u + (tl.load(teachers[t] + block * BLOCK + j, eviction_policy="evict_first"),)
-            g, _ = gradient(x, u, own, tops, met, looks, given, ELEMENT, F)
+            g, _ = gradient(x, u, own, tops, met, divergences, given, ELEMENT, F)
             tl.store(out + block * BLOCK + j, g.to(kind), eviction_policy="evict_first")
         for edge in range(1 - head, 1 + (whole_high > last * BLOCK).to(tl.int32)):
             to = tl.where(edge == 0, low // BLOCK, last) * BLOCK + j
             whole = (to >= whole_low) & (to < whole_high)
             x = tl.load(raw + to, mask=whole, other=0.0)
-            g, _ = gradient(x, loaded(teachers, to, whole), own, tops, met, looks, given, ELEMENT, F)
+            g, _ = gradient(x, loaded(teachers, to, whole), own, tops, met, divergences, given, ELEMENT, F)
             tl.store(out + to, g.to(kind), mask=whole)
         if cut:
             if TAUGHT:
                 x_ends = tl.load(raw + ragged, mask=ends, other=0.0)
-            g, _ = gradient(x_ends, loaded(teachers, ragged, ends), own, tops, met, looks, given, ELEMENT, F)
+            g, _ = gradient(x_ends, loaded(teachers, ragged, ends), own, tops, met, divergences, given, ELEMENT, F)
             tl.store(out + ragged, g.to(kind), mask=ends)
         if F.TARGET:  # noqa: SIM102, known before the kernel runs
             if here:  # one store instead of a comparison for every column
-                g, z = gradient(picked, said, own, tops, met, looks, given, ELEMENT, F)
+                g, z = gradient(picked, said, own, tops, met, divergences, given, ELEMENT, F)
                 g += slopes(at_target, z, given.cap, F.CAPPED)
                 tl.debug_barrier()
                 tl.store(out + column, g.to(kind))

@@ -48,7 +48,7 @@ class Given(NamedTuple):
     bases: Any
     factors: Any
     numbers: Any
-    look_numbers: Any
+    divergence_numbers: Any
     vocab: Any
     scale: Any
     cap: Any
@@ -116,8 +116,8 @@ class Flags(NamedTuple):
     TEACHER_FINITE: Flag
     TC: Flag
     TD: Flag
-    LOOK_OF: Flag  # per fact, the index of its divergence in the second read, or -1
-    LOOK_SUMS: Flag
+    DIVERGENCE_OF: Flag  # per fact, the index of its divergence in the second read, or -1
+    DIVERGENCE_SUMS: Flag
     PULLED: Flag  # per divergence that pulls, its index
     PULLED_AT: Flag  # and the index of its temperature
     # of a sparse teacher
@@ -181,7 +181,7 @@ class SweepFlags(NamedTuple):
     WANT_Y: Flag = ()
     WANT_F: Flag = ()
     WANT_G: Flag = ()
-    LOOK_SUMS: Flag = 0
+    DIVERGENCE_SUMS: Flag = 0
     IDS: Flag = 0  # a power of 2, at least as many as a row's ids, which the sweep leaves out
     # of a teacher
     TEACHER_PER_ROW: Flag = ()
@@ -227,7 +227,7 @@ class PullFlags(NamedTuple):
     TB: Flag = ()
     TC: Flag = ()
     TD: Flag = ()
-    LOOKS: Flag = ()  # per divergence, the index of its entry here
+    DIVERGENCES: Flag = ()  # per divergence, the index of its entry here
     MET_PER_ROW: Flag = ()
     TEACHER_PER_ROW: Flag = ()
     # per dense teacher
@@ -244,7 +244,7 @@ class SettleFlags(NamedTuple):
     WIDE: Flag  # per sum, whether it is in float64
     KINDS: Flag  # per fact, as in a visit
     USED: Flag  # the temperatures that pull
-    THERE: Flag  # per temperature, which of the five coefficients there are
+    PRESENT: Flag  # per temperature, which of the five coefficients there are
     OF_SEGMENTS: Flag  # per term, whether it has a value per segment
     PICK: Flag
     TOTAL: Flag
@@ -259,8 +259,8 @@ class SettleFlags(NamedTuple):
     TEACHER_BEST: Flag = ()  # per teacher, whether its argmax is asked for
     BEST_OF: Flag = ()  # per fact that is an argmax, the index of its teacher among those
     MET: Flag = ()  # per teacher and temperature of its comparison, which of the six sums there are
-    LOOKS: Flag = 0  # divergences
-    GUIDED: Flag = ()  # which of the teachers' coefficients there are
+    DIVERGENCES: Flag = 0  # divergences
+    TEACHER_PULLS: Flag = ()  # which of the teachers' coefficients there are
     # how it is called
     GRADIENT: Flag = True
     PER_ROW: Flag = ()

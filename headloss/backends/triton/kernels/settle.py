@@ -44,10 +44,10 @@ def kept(x, live):
 
 
 @triton.jit
-def field(sums, slot, N, like, THERE: tl.constexpr):
-    """A number per row, or 0 if it is not THERE; and the slot of the next."""
+def field(sums, slot, N, like, PRESENT: tl.constexpr):
+    """A number per row, or 0 if it is not PRESENT; and the slot of the next."""
     found = tl.zeros_like(like)
-    if THERE:
+    if PRESENT:
         found = tl.load(sums + slot * N)
         slot += 1
     return found, slot
@@ -121,8 +121,8 @@ def merged(sums, T, N, ranks, apart, F: tl.constexpr):
 def taught(sums, slot, N, like, F: tl.constexpr):
     """Load the sums of dense teachers, which follow the student's own, in the order of `settle.packed`: maxima,
     argmaxes, the six sums per temperature of the comparison, and each divergence with the sum of its slopes."""
-    LOOKS: tl.constexpr = F.LOOKS
-    tops, bests, met, looks, slopes = (), (), (), (), ()
+    DIVERGENCES: tl.constexpr = F.DIVERGENCES
+    tops, bests, met, divergences, slopes = (), (), (), (), ()
     for _i in tl.static_range(len(F.TEACHER_BEST)):
         x, slot = field(sums, slot, N, like, True)
         tops = tops + (x,)
@@ -132,12 +132,12 @@ def taught(sums, slot, N, like, F: tl.constexpr):
     for i in tl.static_range(len(F.MET)):
         x, slot = field(sums, slot, N, like, F.MET[i])
         met = met + (x,)
-    for _i in tl.static_range(LOOKS):
+    for _i in tl.static_range(DIVERGENCES):
         x, slot = field(sums, slot, N, like, True)
-        looks = looks + (x,)
+        divergences = divergences + (x,)
         x, slot = field(sums, slot, N, like, True)
         slopes = slopes + (x,)
-    return tops, bests, met, looks, slopes
+    return tops, bests, met, divergences, slopes
 
 
 @triton.jit
@@ -149,8 +149,8 @@ def facts_of(sums, column, live, row, N, ranks, apart, columns, given, VALUES: t
     theirs = ()
     top, away, total, best, S, X, Q = merged(sums + column, T, N, ranks, apart, F)
     if F.TAUGHT:
-        tops, bests, met, looks, slopes = taught(sums + column, F.THEIR_SLOT, N, top, F)
-        values, logs, their_logs = VALUES(top, away, total, best, T, S, X, Q, columns, bests, met, looks)
+        tops, bests, met, divergences, slopes = taught(sums + column, F.THEIR_SLOT, N, top, F)
+        values, logs, their_logs = VALUES(top, away, total, best, T, S, X, Q, columns, bests, met, divergences)
         for i in tl.static_range(len(tops)):
             theirs = theirs + (kept(tl.where(tops[i] > -float("inf"), tops[i], 0.0), live),)
         for i in tl.static_range(len(their_logs)):
@@ -283,7 +283,7 @@ def settle_kernel(
         row, here, live, facts, top, log_sums, theirs, inputs, weights, seeds, y = read(
             first, end, group, count, at.sums, target, order, given, step, first_row, ranks, apart, columns, VALUES, F
         )
-        values, metrics, by_fact, by_input, pulls, guided = FN(
+        values, metrics, by_fact, by_input, pulls, teacher_pulls = FN(
             LAST, facts, inputs, y, literals, seeds, columns, known, count, inside
         )
         weighted = ()
@@ -311,9 +311,9 @@ def settle_kernel(
                 into = put(log_sums[F.USED[i]], into, step, True, here)
                 for k in tl.static_range(5):
                     pulled = tl.where(live, pulls[5 * F.USED[i] + k], 0.0)
-                    into = put(pulled, into, step, F.THERE[5 * F.USED[i] + k], here)
-            for i in tl.static_range(len(F.GUIDED)):
-                into = put(tl.where(live, guided[i], 0.0), into, step, F.GUIDED[i], here)
+                    into = put(pulled, into, step, F.PRESENT[5 * F.USED[i] + k], here)
+            for i in tl.static_range(len(F.TEACHER_PULLS)):
+                into = put(tl.where(live, teacher_pulls[i], 0.0), into, step, F.TEACHER_PULLS[i], here)
 
     # results per segment: one without rows does not count
     counts = inside & (count > 0)

@@ -42,7 +42,7 @@ def count_kernel(target, ids, numbers, mean, valid, held, N, SEGMENTS: tl.conste
     count = tl.zeros([B], tl.int64)
     low = tl.full([B], 9223372036854775807, tl.int64)
     high = tl.zeros([B], tl.int64)
-    loose = tl.zeros([B], tl.int64)
+    unassigned = tl.zeros([B], tl.int64)
     first = tl.full([B], -1, tl.int64)
     last = tl.full([B], -1, tl.int64)
     for at in range(0, N, B):
@@ -56,7 +56,7 @@ def count_kernel(target, ids, numbers, mean, valid, held, N, SEGMENTS: tl.conste
         if SEGMENTS:
             i = tl.load(ids + at + row, there, -1)
             tl.store(held + at + row, tl.where(counts, i, -1), there)
-            loose += (counts & (i < 0)).to(tl.int64)
+            unassigned += (counts & (i < 0)).to(tl.int64)
             first, last = tl.minimum(first, i), tl.maximum(last, i)
     total, least, most = tl.sum(count, 0), tl.min(low, 0), tl.max(high, 0)
     tl.store(numbers, total)
@@ -65,5 +65,5 @@ def count_kernel(target, ids, numbers, mean, valid, held, N, SEGMENTS: tl.conste
     tl.store(mean, 1.0 / tl.maximum(total, 1).to(tl.float64))
     if SEGMENTS:
         below = tl.min(first, 0)
-        tl.store(numbers + 3, tl.sum(loose, 0))
+        tl.store(numbers + 3, tl.sum(unassigned, 0))
         tl.store(numbers + 4, tl.where(below < -1, below, tl.max(last, 0)))

@@ -24,7 +24,7 @@ from headloss.backends.triton.kernels.lanes import NOWHERE, column_or_start, ori
 from headloss.backends.triton.kernels.logits import LN2, LOG2E, boundary, logits, temperature
 from headloss.backends.triton.kernels.meeting import meet, together
 from headloss.backends.triton.kernels.packed_bf16 import finite
-from headloss.backends.triton.kernels.pair_loops import look_pair, write_pair
+from headloss.backends.triton.kernels.pair_loops import divergence_pair, write_pair
 from headloss.backends.triton.kernels.printed_arguments import arguments
 from headloss.backends.triton.kernels.pull import slopes
 from headloss.backends.triton.kernels.row_loops import LOWEST, gradient, write, zeros
@@ -40,11 +40,11 @@ from headloss.backends.triton.kernels.running_sums import BITS, NATS
 )  # fmt: skip
 def visit_kernel(
     at, given, V, stride, lead, out_stride, out_lead, target_stride, start, teacher_stride, teacher_lead, count,
-    FN: tl.constexpr, VALUES: tl.constexpr, LOOK: tl.constexpr, F: tl.constexpr,
+    FN: tl.constexpr, VALUES: tl.constexpr, DIVERGENCE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     POLICY: tl.constexpr = "evict_last" if F.GRADIENT else "evict_first"
     IDS: tl.constexpr = F.IDS
-    LOOK_SUMS: tl.constexpr = F.LOOK_SUMS
+    DIVERGENCE_SUMS: tl.constexpr = F.DIVERGENCE_SUMS
     RAW_VEC: tl.constexpr = F.RAW_VEC
     TEACHER_VEC: tl.constexpr = F.TEACHER_VEC
     OUT_TEACHER_VEC: tl.constexpr = F.OUT_TEACHER_VEC
@@ -198,17 +198,27 @@ def visit_kernel(
                     )  # fmt: skip
                 else:
                     kept = kept + (c[i], -row_origin, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        looks = ()
-        if LOOK_SUMS:
-            looks = look_pair(
-                at.raw + begin, teacher, skew, skew + V, part, kept, given.look_numbers, how, POLICY, LOOK, F
+        divergences = ()
+        if DIVERGENCE_SUMS:
+            divergences = divergence_pair(
+                at.raw + begin,
+                teacher,
+                skew,
+                skew + V,
+                part,
+                kept,
+                given.divergence_numbers,
+                how,
+                POLICY,
+                DIVERGENCE,
+                F,
             )
             if F.PARTS:
-                looks = together(meet(held + (F.TOLD - LOOK_SUMS * F.PARTS), part, looks, F))
+                divergences = together(meet(held + (F.TOLD - DIVERGENCE_SUMS * F.PARTS), part, divergences, F))
         facts = ()
         for i in tl.static_range(len(F.KINDS)):
-            if F.LOOK_OF[i] >= 0:
-                facts = facts + (looks[2 * F.LOOK_OF[i]],)
+            if F.DIVERGENCE_OF[i] >= 0:
+                facts = facts + (divergences[2 * F.DIVERGENCE_OF[i]],)
             elif F.KINDS[i] == AT_IDS:
                 facts = facts + (tl.where(there, settled[i], 0.0),)  # -inf at an id that names no column
             else:
@@ -251,24 +261,24 @@ def visit_kernel(
                     moves = moves | (at_y != 0)
                     at_target += at_y
                 if F.DENSE and F.MEET_OF[i] >= 0:
-                    guided = results[5]
-                    a += guided[4 * F.MEET_OF[i]] * over
-                    b += guided[4 * F.MEET_OF[i] + 1] * over * LN2
+                    teacher_pulls = results[5]
+                    a += teacher_pulls[4 * F.MEET_OF[i]] * over
+                    b += teacher_pulls[4 * F.MEET_OF[i] + 1] * over * LN2
                     log_st = kept[11 * i + 7] * LOG2E
                     if F.TC[i]:
-                        at_q = guided[4 * F.MEET_OF[i] + 2] * over * LN2
+                        at_q = teacher_pulls[4 * F.MEET_OF[i] + 2] * over * LN2
                         moves = moves | (at_q != 0)
                     if F.TD[i]:
-                        d = guided[4 * F.MEET_OF[i] + 3] * over
+                        d = teacher_pulls[4 * F.MEET_OF[i] + 3] * over
                         moves = moves | (d != 0)
                         d = d * kept[11 * i + 10]
                     a -= at_q * log_st
                 if IDS and F.MEET_OF[i] >= 0:
-                    guided = results[5]
+                    teacher_pulls = results[5]
                     if F.PULL_IDS[F.MEET_OF[i]]:
-                        at_ids = at_ids + guided[2 * F.MEET_OF[i]] * over
+                        at_ids = at_ids + teacher_pulls[2 * F.MEET_OF[i]] * over
                     if F.PULL_TAIL[F.MEET_OF[i]]:
-                        a_tail = guided[2 * F.MEET_OF[i] + 1] * over
+                        a_tail = teacher_pulls[2 * F.MEET_OF[i] + 1] * over
                         moves = moves | (a_tail != 0)
                 if F.A[i]:
                     moves = moves | (a != 0)
@@ -278,7 +288,7 @@ def visit_kernel(
                 if F.DENSE:
                     for q in tl.static_range(len(F.PULLED)):
                         if F.PULLED_AT[q] == i:
-                            a -= kl[q] * looks[2 * F.PULLED[q] + 1]
+                            a -= kl[q] * divergences[2 * F.PULLED[q] + 1]
                     kw = kw + (a * r, b * r, e * r * r, const, at_q * r, d)
                 elif F.TAIL:  # columns that are not ids are relative to the tail's own origin, where nothing underflows
                     ki = ki + (a * r, b * r, e * r * r, const)
@@ -308,8 +318,8 @@ def visit_kernel(
                         row * teacher_stride + teacher_lead - out_skew, OUT_TEACHER_VEC
                     )
                     write_pair(
-                        raw_out, their_out, out, out_skew, out_skew + V, part, kept, kw + kl, given.look_numbers,
-                        at_target, (picked, said, mine), spot, how, LOOK, F,
+                        raw_out, their_out, out, out_skew, out_skew + V, part, kept, kw + kl, given.divergence_numbers,
+                        at_target, (picked, said, mine), spot, how, DIVERGENCE, F,
                     )  # fmt: skip
                 else:
                     write(
@@ -336,8 +346,8 @@ def visit_kernel(
             numbers = numbers + (other,)
             for i in tl.static_range(len(F.MEETS)):
                 numbers = numbers + (log_t[F.MEETS[i]],)
-            for i in tl.static_range(LOOK_SUMS // 2):
-                numbers = numbers + (looks[2 * i + 1],)
+            for i in tl.static_range(DIVERGENCE_SUMS // 2):
+                numbers = numbers + (divergences[2 * i + 1],)
         rest = ()
         for i in tl.static_range(len(weights)):
             rest = rest + (results[0][i] * weights[i],)

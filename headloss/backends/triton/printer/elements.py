@@ -13,24 +13,24 @@ from headloss.kept import keep
 from headloss.trace.classify import unwatched
 from headloss.trace.dynamic_shapes import trace_these_sizes
 
-Looks = tuple[tuple[int, Any], ...]  # which pair (log p, log q) each divergence takes
+Divergences = tuple[tuple[int, Any], ...]  # which pair (log p, log q) each divergence takes
 
 
-def printed(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]]:
+def printed(divergences: Divergences, pairs: int) -> tuple[Any, tuple[float, ...]]:
     """A printed function of `pairs` pairs and some numbers, which returns value and slope of each divergence; and the
     numbers.
 
     The numbers are the literals of the traced graphs, so other option values need no other kernel.  A divergence that
     reads something that may change is not printed: it has to run as it is.
     """
-    read = [element.reads() for _, element in looks]
+    read = [element.reads() for _, element in divergences]
     for found in read:
         if found.unknown:
             raise Unprintable(f"what it reads: {', '.join(found.unknown)}")
-    key = (tuple((i, found.key) for (i, _), found in zip(looks, read, strict=True)), pairs)
+    key = (tuple((i, found.key) for (i, _), found in zip(divergences, read, strict=True)), pairs)
     made = _PRINTED.get(key)
     if made is None:
-        made = keep(_PRINTED, key, _print(looks, pairs), 256)
+        made = keep(_PRINTED, key, _print(divergences, pairs), 256)
     if isinstance(made, Unprintable):
         raise made
     return made
@@ -39,10 +39,10 @@ def printed(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]]:
 _PRINTED: dict[Any, tuple[Any, tuple[float, ...]] | Unprintable] = {}
 
 
-def _print(looks: Looks, pairs: int) -> tuple[Any, tuple[float, ...]] | Unprintable:
+def _print(divergences: Divergences, pairs: int) -> tuple[Any, tuple[float, ...]] | Unprintable:
 
     def every(*logs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x for i, element in looks for x in element.value_and_slope(logs[2 * i], logs[2 * i + 1]))
+        return tuple(x for i, element in divergences for x in element.value_and_slope(logs[2 * i], logs[2 * i + 1]))
 
     try:
         with unwatched():

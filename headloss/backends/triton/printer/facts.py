@@ -2,7 +2,7 @@
 
     facts(most, target, total, argmax, T, S, X, Q, vocab)        -> values, log_sums
     with a teacher, also (teacher_argmax, St, Y, F, G, ids, tail_most, tails, beyond) -> values, log_sums, the teacher's
-    between sweeps, with dense teachers, (teacher_argmax, met, looks)  -> values, log_sums, log_S and log_St of each
+    between sweeps, with dense teachers, (teacher_argmax, met, divergences) -> values, log_sums, log_S, log_St of each
 
 `beyond`: see `facts.with_whole`; `met`: the six sums per teacher and temperature of its comparison.
 
@@ -44,7 +44,7 @@ SUMS = {  # what the kernels of this backend sum, and what is made of these sums
 }  # fmt: skip
 OWN = ("most", "target", "total", "argmax", "T", "S", "X", "Q", "vocab")
 THEIRS = ("teacher_argmax", "St", "Y", "F", "G", "ids", "tail_most", "tails", "beyond")
-BETWEEN = ("teacher_argmax", "met", "looks")
+BETWEEN = ("teacher_argmax", "met", "divergences")
 ROWS = 3
 Texts = list[str | None]
 
@@ -84,10 +84,10 @@ def _between_source(want: Want) -> str:
     check_sums(want)
     keys, whole, each = range(len(want.temperatures)), torch.int64, len(Meeting._fields)
     met = {name: want.temperatures_of(name) for name in want.teachers}
-    looks = [f for f in want.facts if f.element is not None]
+    divergences = [f for f in want.facts if f.element is not None]
     names = [f"{x}[{i}]" for x in ("T", "S", "X", "Q") for i in keys]
     names += [f"met[{i}]" for i in range(each * sum(map(len, met.values())))]
-    names += [f"looks[{i}]" for i in range(len(looks))]
+    names += [f"divergences[{i}]" for i in range(len(divergences))]
     given = [Given(x) for x in ("most", "target", "total", *names)]
     given += [Given(f"teacher_argmax[{i}]", dtype=whole) for i in range(len(met))]
     given += [Given("argmax", dtype=whole), Given("vocab", scalar=True)]
@@ -100,7 +100,7 @@ def _between_source(want: Want) -> str:
             teachers.append(DensePartial(at["most"], at[f"teacher_argmax[{i}]"], meetings))
         partial = Partial(at["most"], at["argmax"], at["target"], at["total"], None, moments, tuple(teachers))
         facts, softmax = finish(partial, want, [at[f"T[{i}]"] for i in keys], at["vocab"])  # type: ignore[arg-type]
-        facts |= {f: at[f"looks[{i}]"] for i, f in enumerate(looks)}
+        facts |= {f: at[f"divergences[{i}]"] for i, f in enumerate(divergences)}
         logs = [x for seen in softmax.teachers for x in (*seen.log_S, *seen.log_St)]  # type: ignore[union-attr]
         return [[facts[f] for f in want.facts], [*softmax.log_sums], [*logs]]
 
@@ -157,7 +157,7 @@ def chain_rule(
     """Print `facts.coefficients` and `teachers.teacher_coefficients` of these cotangents.
 
     Returns, per temperature, the fields of `Pull`; and, per teacher and temperature of its comparison, those of
-    `DensePull` without its looks, or of `SparsePull`; None for fields that no fact contributes to.
+    `DensePull` without its divergences, or of `SparsePull`; None for fields that no fact contributes to.
     """
     wide = lambda f: width if f.name in WIDE else 0
     given = {f: Given(x, wide(f)) for f, x in cotangents.items()}
@@ -168,8 +168,8 @@ def chain_rule(
         found = [list(k) for k in coefficients(facts, grads, want, at["vocab"])]  # type: ignore[arg-type]
         for name in want.teachers:
             asked = [f for f in want.facts if f.teacher == name]
-            looks = tuple(at["vocab"] for f in asked if f.element is not None)  # which are read elsewhere
-            seen: Any = SparseSoftmax(None, ()) if width else DenseSoftmax(at["vocab"], (), (), looks)
+            divergences = tuple(at["vocab"] for f in asked if f.element is not None)  # which are read elsewhere
+            seen: Any = SparseSoftmax(None, ()) if width else DenseSoftmax(at["vocab"], (), (), divergences)
             more: Any = teacher_coefficients(seen, want.temperatures_of(name), asked, facts, grads)
             found += [list(k if width else k[:4]) for k in more]
         return found

@@ -50,13 +50,13 @@ class Program(NamedTuple):
     metrics: tuple[str, ...]  # of rows: "term/metric" and the objective's own
     cotangents: tuple[Fact, ...]
     input_cotangents: tuple[str, ...]
-    there: tuple[tuple[bool, ...], ...]  # which of a, b, e, c, y there are, per temperature
+    present: tuple[tuple[bool, ...], ...]  # which of a, b, e, c, y there are, per temperature
     left_out: tuple[tuple[str, str], ...]  # metrics that are not printed, and the operation that forbids it
     width: int = 0  # ids that a sparse teacher names
     # which of a, b, c, d (a dense teacher) or of ids, tail (a sparse one) there are, per temperature of the comparison;
     # several teachers' one after the other
-    guided: tuple[tuple[bool, ...], ...] = ()
-    looked: tuple[Fact, ...] = ()  # the divergences that pull
+    teacher_pulls: tuple[tuple[bool, ...], ...] = ()
+    divergences: tuple[Fact, ...] = ()  # the divergences that pull
     by_segment: bool = False  # see `segments.py`; the fields below are those of such a program alone
     segment_metrics: tuple[str, ...] = ()
     of_segments: tuple[bool, ...] = ()  # per term, whether its values belong to segments
@@ -325,16 +325,16 @@ class Page:
 
     def results(self, values: list[str]) -> tuple[list[list[str]], Program]:
         """The function's results for a row, of which `values` are the first, and the program without its source."""
-        own, guided = self.pulls()
-        looked = tuple(f for f in self.by_fact if f.element is not None)
+        own, teacher_pulls = self.pulls()
+        divergences = tuple(f for f in self.by_fact if f.element is not None)
         named = [[*texts.values()] for texts in (self.metrics, self.by_fact, self.by_input)]
-        coefficients = [[x or "0.0" for k in pulls for x in k] for pulls in (own, guided)]
+        coefficients = [[x or "0.0" for k in pulls for x in k] for pulls in (own, teacher_pulls)]
         program = Program(
             "", self.want, tuple(self.values), tuple(self.inputs), self.target, tuple(self.printer.numbers),
             tuple(self.metrics), tuple(self.by_fact), tuple(self.by_input), fed(own), tuple(self.left_out.items()),
-            self.width, fed(guided), looked,
+            self.width, fed(teacher_pulls), divergences,
         )  # fmt: skip
-        return [values, *named, coefficients[0], coefficients[1] + [self.by_fact[f] for f in looked]], program
+        return [values, *named, coefficients[0], coefficients[1] + [self.by_fact[f] for f in divergences]], program
 
 
 def flat(texts: Iterable[str]) -> str:
