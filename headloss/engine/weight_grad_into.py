@@ -1,6 +1,6 @@
 """`hl.Linear(weight_grad_into=...)`: the backward adds the weight's gradient to a tensor itself; autograd gets none.
 
-    "grad"        weight.grad, which is made if existing is none yet
+    "grad"        weight.grad, which is made if there is none yet
     "main_grad"   weight.main_grad, in its own dtype (float32 in Megatron), which must exist before the call
 
 This happens in the backward, when the incoming gradient is known.  A call without a backward adds nothing, and neither
