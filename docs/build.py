@@ -85,21 +85,20 @@ def peers() -> str:
     later = [ours - theirs for ours, theirs in zip(*alone.values(), strict=True)]
     behind = sum(x > 0 for x in later)
     by = f", by at most {max(later):.1f} ms" if behind else ""
-    told = "torch.compile and QuACK are given only the unmasked tokens; headloss drops the others itself. "
-    told += "Steps are timed back to back, as in training. Timed one by one, on a GPU that has rested, torch.compile "
+    told = "torch.compile and QuACK get only the unmasked tokens; headloss drops the others itself. "
+    told += "Steps run back to back, as in training; for single steps on an idle GPU, torch.compile "
     told += f"is ahead in {behind} of {len(works)} rows{by}. "
     for (workload, way, v), line in found.items():
         if v == V and way in ways and "failed" in line:
-            told += f"{PEERS[way]} fails at {workload.partition(',')[0]}: {line['failed'].partition(':')[0]}. "
+            told += f"{PEERS[way]} fails on {workload.partition(',')[0]} ({line['failed'].partition(':')[0]}). "
     return "\n".join(
         [
             *lines,
             "",
-            f"Forward and backward of the head and its loss, {one['N']} tokens × {V} vocabulary × {one['D']} hidden, "
-            f"bfloat16, on one {record['device']}: median time (–: no such loss), and peak memory beyond the inputs, "
-            f"gradients included (the weight's own gradient is {V * one['D'] * 2 / 2**30:.1f} GiB). {told}"
-            "Each is first checked against float64: *off* means that its gradient is more than twice as far away as "
-            "eager's. "
+            f"Forward and backward of the head and its loss: {one['N']} tokens, vocabulary {V}, hidden size "
+            f"{one['D']}, bfloat16, one {record['device']}. Median time, and peak memory beyond the inputs, gradients "
+            f"included (the weight's alone is {V * one['D'] * 2 / 2**30:.1f} GiB); – means no such loss. {told}"
+            "All are first checked against float64: *off* means a gradient error of more than twice eager's. "
             f"`{record['command']}`, torch {_torch(record)}, triton {record['versions']['triton']}, "
             f"{record['date'][:10]}: [all sizes](docs/performance.md), "
             f"[{path.name}](benchmarks/results/{path.name}).",
