@@ -90,8 +90,8 @@ def _read_term(name: str, entry: Any, losses: Losses) -> Term:
     loss = options.pop("loss")
     known = {**LOSSES, **losses}
     if not isinstance(loss, str) or loss not in known:
-        there = f"{', '.join(sorted(known))}{suggest(str(loss), known)}"
-        raise ValueError(f"config: term {name!r} names loss {shown(loss)}; there are {there} (at {path}.loss)")
+        near = suggest(str(loss), known) or f"; there are {', '.join(sorted(known))}"
+        raise ValueError(f"config: term {name!r}: there is no loss {shown(loss)}{near} (at {path}.loss)")
     for key in options:
         if not isinstance(key, str) or key in ("self", "fn"):
             raise TypeError(f"config: term {name!r}: {shown(key)} is not an option of a term (at {path})")

@@ -286,7 +286,8 @@ def read_metrics(metrics: Any) -> Iterator[tuple[str, Call]]:
         if isinstance(metric, str):
             if metric not in NAMED and metric not in FACTS:
                 known = [*NAMED, *FACTS, *DIVERGENCES]
-                raise ValueError(f"metrics: no metric {metric!r}; there are {', '.join(known)}{suggest(metric, known)}")
+                near = suggest(metric, known) or f"; there are {', '.join(known)}"
+                raise ValueError(f"metrics: no metric {metric!r}{near}")
             fn, label = NAMED.get(metric) or _fact_metric(metric), metric
         elif callable(metric):
             fn, label = metric, function_name(metric)

@@ -122,7 +122,8 @@ class Linear:
             raise ValueError(f"weight: wanted (vocabulary, hidden size), got shape {tuple(weight.shape)}{hint}")
         if hidden.shape[-1] != weight.shape[-1]:
             wanted = f"(vocabulary, {hidden.shape[-1]}) to match hidden {tuple(hidden.shape)}"
-            raise ValueError(f"weight: wanted {wanted}, got {tuple(weight.shape)}")
+            hint = "; pass weight.T" if hidden.shape[-1] == weight.shape[0] else ""
+            raise ValueError(f"weight: wanted {wanted}, got {tuple(weight.shape)}{hint}")
         if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[:1]):
             raise ValueError(f"bias: wanted shape ({weight.shape[0]},), got {kind_of(bias)}")
         if bias is not None or weight.device != hidden.device or weight.dtype != hidden.dtype:

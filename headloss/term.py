@@ -127,9 +127,9 @@ class Term(Immutable):
         check_weight("weight", weight)
         if not isinstance(reduction, str) or reduction not in REDUCTIONS:
             known = ", ".join(REDUCTIONS)
-            raise ValueError(
-                f"reduction: wanted one of {known}, got {shown(reduction)}{suggest(str(reduction), REDUCTIONS)}"
-            )
+            near = suggest(str(reduction), REDUCTIONS)
+            near = "; values per row are in out.facts" if reduction in ("none", None) else near
+            raise ValueError(f"reduction: wanted one of {known}, got {shown(reduction)}{near}")
         if (length is not None) != (reduction == "seq_mean_token_sum_norm"):
             only = "'seq_mean_token_sum_norm' divides by it, and no other reduction does"
             raise ValueError(f"length: got {shown(length)} with reduction={reduction!r}; {only}")
@@ -146,7 +146,7 @@ class Term(Immutable):
                 raise ValueError(f"row_weight: no input of a call can be named {w!r}; rename it")
         if teacher is not None and not (isinstance(teacher, str) and teacher):
             got = "an empty one" if teacher == "" else type(teacher).__name__
-            raise TypeError(f"teacher: wanted the name of one, got {got}; pass it to the call")
+            raise TypeError(f"teacher: wanted a teacher's name, got {got}; pass the teacher itself to the call")
         if targets is not None and not (isinstance(targets, str) and targets and targets not in (*CALL, *FACTS)):
             raise TypeError(f"targets: wanted the name of an input that holds them, got {shown(targets)}")
         if tail not in TAILS:
@@ -356,8 +356,8 @@ def _check_facts(facts: Mapping[str, tuple[str, float]] | None) -> dict[str, tup
         fact, temperature = pair
         if not isinstance(fact, str) or fact not in FACTS or fact == "divergence":
             there = [f for f in FACTS if f != "divergence"]
-            near = suggest(str(fact), there)
-            raise ValueError(f"facts: {shown(fact)} is not a fact; there are {', '.join(there)}{near}")
+            near = suggest(str(fact), there) or f"; there are {', '.join(there)}"
+            raise ValueError(f"facts: {shown(fact)} is not a fact{near}")
         if not (is_number(temperature) and temperature > 0):
             raise ValueError(f"facts: wanted a positive temperature for {name!r}, got {shown(temperature)}")
         checked[name] = (fact, float(temperature))
@@ -382,9 +382,10 @@ def _check_options(fn: Callable[..., Any], options: Mapping[str, Any]) -> dict[s
     for option in options:
         if option not in known:
             there = f"its options are {', '.join(known)}" if known else "it has none"
-            there = "it is an input of the call, for options stand behind a *" if option in parameters_of(fn) else there
+            if option in parameters_of(fn):
+                there = f"it is an input of the call; for an option, write it after a *: def {name}(..., *, {option})"
             raise TypeError(f"{name}: no option {option!r}; {there}{suggest(option, [*known, *RESERVED])}")
     missing = [k for k, p in known.items() if p.default is p.empty and k not in options]
     if missing:
-        raise TypeError(f"{name}: option {missing[0]!r} has no default; give it to Term")
+        raise TypeError(f"{name}: option {missing[0]!r} has no default; pass it to Term")
     return {k: check_option(f"{name}: option {k!r}", known[k], v) for k, v in options.items()}

@@ -1082,7 +1082,7 @@ FAULTS = [
     Fault("integrations/trl_kernels.py", "check_version()  # before anything", "pass  # before anything", "TRL: another version is refused by a missing name", TRL),
     Fault("options.py", "fn.forward if isinstance(fn, nn.Module) else fn", "fn", "a module as a loss asks for *args", MESSAGES),
     Fault("engine/checks.py", "if term is not None and name in call.signature.options:", "if False:", "an option that was passed to the call is taken for an input", MESSAGES),
-    Fault("engine/checks.py", "name for name in (*given, *FACTS) if name != wanted]", "name for name in given if name != wanted]", "a misspelt fact is only missing", MESSAGES),
+    Fault("engine/checks.py", "name for name in (*given, *FACTS, *MORE) if name != wanted]", "name for name in given if name != wanted]", "a misspelt fact is only missing", MESSAGES),
     Fault("integrations/megatron.py", "partial_hidden=gathered", "partial_hidden=False", "Megatron: gathered hidden states get their gradient twice", REAL),
     Fault("integrations/megatron.py", '{"scale": scale, **self.options}', "self.options", "Megatron: MuP's scale of the logits is left out", REAL),
     Fault("integrations/verl_plugin.py", "    if ours and not use_fused_kernels:", "    if False:", "verl: a backend that nothing runs is taken without a word", REAL),

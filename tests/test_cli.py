@@ -91,6 +91,8 @@ def test_wrong_sizes_are_wrong_commands(tmp_path: Path) -> None:
     for words, said in (
         (["explain", str(path), "--vocab", "10", "--top-k", "11"], "wanted at most 10 ids"),
         (["explain", str(path), "--tokens", str(10**12)], "Invalid value for '--tokens'"),
+        (["explain", str(path), "--memory", "lots"], "Invalid value for --memory: wanted bytes"),
+        (["explain", str(path), "--memory", "12"], "Invalid value for --memory: one row of"),
         (["bench", "--memory", "0", "--tokens", "8", "--hidden", "4", "--vocab", "16"], "memory"),
         (["bench", "--memory", "10", "--tokens", "8", "--hidden", "4", "--vocab", "16"], "one row of 16 logits"),
         (["check", "--rows", "8"], "has no effect without --objective"),
@@ -163,6 +165,9 @@ def test_explain_says_what_is_wrong_with_a_config(tmp_path: Path) -> None:
     assert found.exit_code == 2 and "cross_entropy" in found.output
     found = CliRunner().invoke(main, ["explain", "cross_entropy", "--tokens", "8", "--vocab", "8", "--hidden", "8"])
     assert found.exit_code == 2 and "wanted a file, JSON or YAML" in " ".join(found.output.replace("│", " ").split())
+    path.write_text('{"terms": ')
+    found = CliRunner().invoke(main, ["explain", str(path)])
+    assert found.exit_code == 2 and "not valid JSON" in found.output
 
 
 SMALL = ["bench", "--device", "cpu", "--tokens", "32", "--vocab", "300", "--hidden", "8", "--rounds", "1"]
@@ -233,6 +238,9 @@ def factory():
 def fails(logprob):
     return logprob * (1 / 0)
 
+def misspelt(logprobs):
+    return -logprobs
+
 
 number = 3
 """
@@ -285,13 +293,14 @@ def test_check_notices_an_objective_that_is_off(own: str, name: str) -> None:
         ("{}", "wanted module:name"),
         ("{}:nothing", "has no 'nothing'"),
         ("no_such_module:a", "cannot import 'no_such_module'"),
-        ("{}.py:right", "wanted a module and no file; write"),
+        ("{}.py:right", "wanted a module, not a file; write"),
         ("{}:number", "wanted an Objective, a Term or a function, got int"),
         ("{}:right --dtype int8", "wanted one of float64"),
         ("{}:right --head both", "wanted one of linear, logits"),
         ("{}:right --top-k 3", "uses no teacher"),
         ("{}:factory --top-k 100000", "wanted at most 1003 ids, the vocabulary, got 100000"),
-        ("{}:fails", "it raises ZeroDivisionError"),
+        ("{}:fails", "ZeroDivisionError: division by zero (own_losses_"),
+        ("{}:misspelt", "Random data was made for the inputs logprobs."),
     ],
 )
 def test_check_says_what_is_wrong_with_an_objective(own: str, said: str, message: str) -> None:

@@ -82,6 +82,27 @@ def test_what_was_meant_is_suggested() -> None:
         call(lambda logprob, old_lp, old_lps=None: logprob - old_lp, old_lps=torch.zeros(4))
     with pytest.raises(TypeError, match=r"advantage: missing; .*passed: none$"):
         call(grpo)
+    with pytest.raises(TypeError, match="labels: missing; .*did you mean 'targets'"):
+        call(lambda logprob, labels: -logprob)
+    with pytest.raises(TypeError, match="logits: missing; .*a loss gets facts such as logprob, not logits"):
+        call(lambda logits, targets: -logits)
+    with pytest.raises((TypeError, ValueError), match=r"got shape \(\); do not reduce in the loss, use Term\("):
+        call(lambda logprob: -logprob.mean())
+    with pytest.raises((TypeError, ValueError), match=r"got NoneType; does it return its values\?"):
+        call(lambda logprob: None)
+    for said, meant in (("mean", "did you mean 'token_mean'"), ("none", "values per row are in out.facts")):
+        with pytest.raises(ValueError, match=meant):
+            hl.Term(cross_entropy, reduction=said)
+    for make in (
+        lambda: hl.Objective.from_config({"terms": {"ce": "cros_entropy"}}),
+        lambda: hl.Objective(ce=cross_entropy, metrics=["entorpy"]),
+        lambda: hl.row_facts(hl.Logits(logits), targets, want=["logprobs"]),
+    ):
+        with pytest.raises(ValueError, match="did you mean") as raised:
+            make()
+        assert len(str(raised.value)) < 120, "a suggestion comes without the whole list"
+    with pytest.raises(ValueError, match=r"got \(4, 11\); pass weight\.T"):
+        hl.Linear(torch.ones(3, 4), torch.ones(4, 11))
     with pytest.raises(TypeError, match=r"low: an option of term 't1'.*: hl\.Term\(grpo, low=\.\.\.\)"):
         call(cross_entropy, grpo, advantage=torch.zeros(4), low=0.1)
     with pytest.raises(TypeError, match=r"\*\*more in a loss's signature"):
@@ -139,7 +160,7 @@ def test_what_is_injected_stands_before_the_star(loss: Any, name: str) -> None:
 
 
 def test_an_input_that_is_given_as_an_option() -> None:
-    with pytest.raises(TypeError, match=r"no option 'beta'; it is an input of the call, for options stand behind a \*"):
+    with pytest.raises(TypeError, match=r"no option 'beta'; it is an input of the call; .* write it after a \*"):
         hl.Term(lambda logprob, beta=0.1: -beta * logprob, beta=0.5)
 
 

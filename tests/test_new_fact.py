@@ -119,7 +119,7 @@ def test_an_objective_of_new_facts(backend: str, kind: str, teacher: bool) -> No
     grads = torch.autograd.grad(out.loss, leaves)
     if backend == "triton":
         plan = objective.explain(source, batch.targets, **call)
-        assert plan.launches.startswith("one launch a visit"), plan.launches
+        assert plan.launches.startswith("one launch per chunk"), plan.launches
 
     whole, exact = batch.dense(kind)
     s, y = batch.kept(whole)

@@ -76,7 +76,7 @@ class Verification(NamedTuple):
         width = max([len(c.what) for c in self.compared] + [8])
         lines = [f"{'quantity':<{width}}  {'difference':>10}  {'allowed':>10}"]
         for c in self.compared:
-            told = "ok" if c.ok else f"off, {c.run}"
+            told = "ok" if c.ok else f"off, {c.run}" + ", NaN in plain PyTorch too" * math.isnan(c.allowed)
             lines.append(f"{c.what:<{width}}  {c.difference:>10.2e}  {c.allowed:>10.2e}  {told}")
         lines += [f"not checked: {what}" for what in self.unchecked]
         off = sum(not c.ok for c in self.compared)
@@ -111,7 +111,7 @@ def verify(
     >>> hl.verify(objective, hl.Logits(logits), targets, advantage=advantage).check()
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise ValueError(f"rows: wanted how many rows to take, at least 1, got {rows!r}")
+        raise ValueError(f"rows: wanted a number of rows, at least 1, got {rows!r}")
     options: dict[str, Any] = {"num_items": num_items, "num_segments": num_segments}
     options |= {"weights": weights, "grad_scale": grad_scale}
     teacher = with_candidates(teacher, ids, source)
@@ -145,8 +145,8 @@ def _check_whole(source: Source, segments: Mapping[str, Segments | None], teache
     every += [t for x in every if isinstance(x, Routed) for t in x.teachers.values()]
     if any(getattr(x, "shard", None) is not None or _is_distributed(x) for x in every):
         raise ValueError(
-            "source: is one rank's share of a vocabulary, which verify cannot see whole; verify the same objective on "
-            "a whole head (a small one will do)"
+            "source: is one rank's shard of a vocabulary, but verify needs the whole; verify the same objective on a "
+            "whole head (a small one will do)"
         )
     for name, x in segments.items():
         if x is not None and x.group is not None:
@@ -159,7 +159,7 @@ def _is_distributed(source: Any) -> bool:
 
 def _told(plan: Any) -> str:
     terms = ", ".join(f"{t.name}: {t.kind}" for t in plan.terms)
-    return f"backend {plan.backend}, gradients {plan.grade} ({terms})"
+    return f"{terms}; backend {plan.backend}; gradients {plan.grade}"
 
 
 def _kinds(
@@ -354,7 +354,7 @@ def _repeat(truth: Answer, again: Answer) -> Compared:
         if apart := _apart(float(part.number), float(again.numbers[name].number)):
             apart /= max(part.scale, 1e-30)
             worst = apart if math.isnan(apart) else max(worst, apart)
-    return Compared("the functions, called twice", worst, 1e-9, "as written: not deterministic")
+    return Compared("the functions, called twice", worst, 1e-9, "a function is not deterministic")
 
 
 def _judge(runs: list[Run], truth: Answer, near: tuple[Answer, Answer], source: Source) -> Iterator[Compared]:

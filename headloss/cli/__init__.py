@@ -1,4 +1,4 @@
-"""`python -m headloss`: checks, explains and measures a head; stores a teacher; runs a demo; lists the losses."""
+"""`python -m headloss`: check, explain and measure a head; store a teacher's tokens; run the demo; list the losses."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ VERSION = typer.Option("--version", help="Print the versions of headloss, torch,
 
 @main.callback()
 def every(version: Annotated[bool, VERSION] = False) -> None:
-    """The loss of a language model from one read of the softmax.
+    """Losses of a language model's head, from one pass over the vocabulary.
 
-    Exit codes: 0 all is right, 1 a check or a measurement found something wrong, 2 the command was wrong.
+    Exit codes: 0 success, 1 a check or a measurement found something wrong, 2 wrong usage.
     """
     if version:
         triton = metadata.version("triton") if find_spec("triton") is not None else "not installed"
@@ -47,10 +47,10 @@ main.command("teach")(teach.command)
 
 @main.command("demo", context_settings={"ignore_unknown_options": True, "help_option_names": []})
 def demo(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
-    """Teach, distill from a top-K teacher, reinforce with GSPO, compare: examples/demo of a checkout."""
+    """Train, distill, reinforce and compare in two minutes; in a checkout only."""
     checkout = Path(__file__).parents[2]
     if not (checkout / "examples" / "demo").is_dir():
-        sys.exit("the demo is in examples/demo of a checkout, not in the installed package: run `make demo` there")
+        sys.exit("the installed package has no demo; it is in examples/demo of a checkout: run `make demo` there")
     sys.path.insert(0, str(checkout))
     program = typer.Typer(add_completion=False)
     program.command()(importlib.import_module("examples.demo").command)

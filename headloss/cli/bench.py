@@ -35,6 +35,7 @@ from headloss.losses import cross_entropy
 
 OBJECTIVE = hl.Objective(ce=cross_entropy)
 PLOTS = (".png", ".svg", ".pdf")
+TOKENS, HIDDEN = "by default 8192 on CUDA, 256 on a CPU", "by default 4096 on CUDA, 128 on a CPU"
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -70,15 +71,15 @@ class Head(NamedTuple):
 
 
 def command(
-    tokens: Annotated[int, typer.Option(min=0, help="Number of tokens; 0 chooses by device.")] = 0,
-    vocab: Annotated[list[int] | None, typer.Option(min=2, help="Vocabulary size; may be given several times.")] = None,
-    hidden: Annotated[int, typer.Option(min=0, help="Hidden size; 0 chooses by device.")] = 0,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32; by default bf16 on CUDA, fp32 elsewhere.")] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "",
+    tokens: Annotated[int, typer.Option(min=0, show_default=False, help=f"Number of tokens; {TOKENS}.")] = 0,
+    vocab: Annotated[list[int] | None, typer.Option(min=2, help="Vocabulary size; may be repeated.")] = None,
+    hidden: Annotated[int, typer.Option(min=0, show_default=False, help=f"Hidden size; {HIDDEN}.")] = 0,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32; by default bf16 on CUDA, fp32 on a CPU.")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda if available.")] = "",
     memory: Annotated[
-        str, typer.Option(help="Most memory for headloss's buffers; by default 1GiB on CUDA, 8MiB on a CPU.")
+        str, typer.Option(help="Limit for headloss's buffers; by default 1GiB on CUDA, 8MiB on a CPU.")
     ] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="How often each way is timed.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each implementation is timed.")] = 5,
     seed: Annotated[int, typer.Option(help="Random seed of the head and the targets.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON instead of a table.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the numbers to this file, as JSON.")] = None,
@@ -86,14 +87,15 @@ def command(
         Path | None, typer.Option(help="Also draw them into this PNG, SVG or PDF; needs matplotlib.")
     ] = None,
 ) -> None:
-    """Time and memory of a head's cross-entropy against what else is installed; refuses wrong numbers."""
+    """Measure time and memory of a head's cross-entropy, in headloss and in other installed libraries."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     fast = device == "cuda"
     tokens, hidden = tokens or (8192 if fast else 256), hidden or (4096 if fast else 128)
     vocab = vocab or ([32000, 128256] if fast else [32000])
     dtype, memory = dtype or ("bf16" if fast else "fp32"), memory or ("1GiB" if fast else "8MiB")
     if device not in ("cpu", "cuda") or (fast and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"no device {device!r} here", param_hint="--device")
+        there = "there is no CUDA device here" if fast else f"wanted cpu or cuda, got {device!r}"
+        raise typer.BadParameter(there, param_hint="--device")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"wanted one of {', '.join(DTYPES)}, got {dtype!r}", param_hint="--dtype")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -105,7 +107,7 @@ def command(
             h, w = (torch.empty(n, hidden, dtype=DTYPES[dtype], device="meta") for n in (1, V))
             hl.Linear(h, w, memory=memory).chunk_rows()  # raises if not one row fits
     except (TypeError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="--memory") from None
+        raise typer.BadParameter(str(error).removeprefix("memory: "), param_hint="--memory") from None
     console = Console(highlight=False)
     ours = own(memory)
     ways = {**installed(device), **ours}

@@ -61,11 +61,11 @@ class Check(NamedTuple):
 
 def command(
     context: typer.Context,
-    device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda if available.")] = "",
     fast: Annotated[bool, typer.Option("--fast", help="Use fewer rows and columns.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print every single check as JSON instead of a table.")] = False,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    objective: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Verify this objective, term or loss.")] = "",
+    objective: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Check your own objective, term or loss.")] = "",
     rows: Annotated[int, typer.Option(min=4, help="With --objective: rows of the random data.")] = 64,
     vocab: Annotated[int, typer.Option(min=8, help="With --objective: size of the vocabulary.")] = 1003,
     hidden: Annotated[int, typer.Option(min=1, help="With --objective: hidden size.")] = 32,
@@ -73,9 +73,9 @@ def command(
     head: Annotated[str, typer.Option(help="With --objective: linear or logits; by default both.")] = "",
     top_k: Annotated[int, typer.Option(min=0, help="With --objective: ids per row of a sparse teacher; 0: dense.")] = 0,
 ) -> None:
-    """Check every loss and path against float64 on this machine; exit code 1 if anything is off.
+    """Compare every loss and path with float64 on this machine; exit code 1 if anything is off.
 
-    With --objective, check one of your own instead, on random data for whatever its signatures ask for.
+    With --objective, check your own loss instead, on random data for all its inputs.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -131,9 +131,12 @@ def _check_own(
     except typer.BadParameter:
         raise
     except Exception as error:  # whatever the function raises
-        what = str(error) if isinstance(error, TypeError | ValueError | RuntimeError) else f"it raises {error!r}"
-        hint = "; for data of your own call hl.verify(objective, source, targets, ...) from Python"
-        raise typer.BadParameter(f"{where}: {what}{hint}", param_hint="--objective") from None
+        what = str(error) if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {error}"
+        drawn = own.inputs_of(mine)
+        hint = f"\nRandom data was made for the inputs {drawn}." if drawn else ""
+        hint += "\nFor other data, call hl.verify(objective, source, targets, ...) from Python."
+        message = f"{where}: {what}{own.raised_at(error)}{hint}"
+        raise typer.BadParameter(message, param_hint="--objective") from None
     if json_:
         head_ = {"headloss": hl.__version__, "torch": torch.__version__, "objective": where, "device": device}
         told = {kind: v.as_data() for kind, v in found.items()}
@@ -295,7 +298,7 @@ def _error(got: Result, truth: Result) -> float:
 
 def _table(done: list[Check]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
-    table.add_column("", style="cyan", no_wrap=True)
+    table.add_column("relative error", style="cyan", no_wrap=True)
     columns = list(dict.fromkeys((c.dtype, c.backend) for c in done))
     columns += [(dtype, "eager") for dtype in DTYPES if any(c.dtype == dtype and c.eager is not None for c in done)]
     columns.sort(key=lambda column: list(DTYPES).index(column[0]))
@@ -327,8 +330,8 @@ def _verdict(done: list[Check], bad: list[Check], device: str) -> list[str]:
     paths = "; ".join(dict.fromkeys(c.path for c in done))
     return [
         *lines,
-        f"{len(done) - len(bad)} of {len(done)} checks right on {device}.",
-        "[dim]A number is the largest error of values and gradients against float64, relative, over all paths; "
-        f"eager is plain PyTorch in the same dtype.  Paths: {paths}.[/]",
+        f"{len(done) - len(bad)} of {len(done)} checks passed on {device}.",
+        "[dim]Each number is the largest relative error of values and gradients, compared with float64, over all "
+        f"paths.  eager: plain PyTorch in the same dtype.  Paths: {paths}.[/]",
         "",
     ]

@@ -1,4 +1,4 @@
-"""`headloss explain config.json --tokens N --vocab V --hidden D`: what a call will do and hold, before there is a GPU.
+"""`headloss explain config.json --tokens N --vocab V --hidden D`: the plan and memory of a call, without a GPU.
 
 Dimension key:  N rows   V vocabulary   D hidden size   S segments   K ids
 
@@ -22,7 +22,7 @@ from headloss.cli.problem import Asked, example
 from headloss.engine.explain import Explanation, size_of
 from headloss.sources import padded, parse_bytes
 
-ASSUMED = {"tokens": 8192, "vocab": 128256, "hidden": 4096, "dtype": "bf16"}  # a head of today, where nothing is said
+ASSUMED = {"tokens": 8192, "vocab": 128256, "hidden": 4096, "dtype": "bf16"}  # a common head of today
 MOST = 1 << 27  # tokens, whose targets take a GiB
 DTYPES = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
@@ -31,7 +31,7 @@ DTYPES = {
 
 
 def command(
-    config: Annotated[Path, typer.Argument(help="A JSON or YAML file with the terms and metrics of an objective.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A JSON or YAML file with terms and metrics.")],
     tokens: Annotated[
         int | None, typer.Option(min=1, max=MOST, help="Tokens of a batch on one rank; by default 8192.")
     ] = None,
@@ -39,12 +39,12 @@ def command(
     hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size; by default 4096.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Number of ranks that share the vocabulary.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; by default bf16.")] = None,
-    memory: Annotated[str, typer.Option(help="Most memory for the rows x vocabulary buffers.")] = "1GiB",
+    memory: Annotated[str, typer.Option(help="Limit for the rows x vocabulary buffers.")] = "1GiB",
     segments: Annotated[int, typer.Option(min=1, help="Number of sequences in the batch, all of one length.")] = 8,
     top_k: Annotated[int, typer.Option(min=0, help="Ids per row of a sparse teacher; 0 for a dense teacher.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Say what an objective will do and what memory it takes at a given size; nothing is computed."""
+    """Print the plan and memory of an objective at a given size; nothing is computed."""
     said = {"tokens": tokens, "vocab": vocab, "hidden": hidden, "dtype": dtype}
     assumed = {name: value for name, value in ASSUMED.items() if said[name] is None}
     size: dict[str, Any] = {**said, **assumed}
@@ -54,12 +54,17 @@ def command(
     if top_k > V:
         raise typer.BadParameter(f"wanted at most {V} ids, the vocabulary, got {top_k}", param_hint="--top-k")
     try:
+        parse_bytes(memory)
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error).removeprefix("memory: "), param_hint="--memory") from None
+    try:
         objective = hl.Objective.from_config(read(config))
         plan = explain(
             objective, N, V, D, ranks=ranks, dtype=DTYPES[size["dtype"]], memory=memory, segments=segments, top_k=top_k
         )
     except (TypeError, ValueError, OSError) as error:
-        raise typer.BadParameter(str(error), param_hint=str(config)) from None
+        hint = "--memory" if str(error).startswith("memory: ") else str(config)
+        raise typer.BadParameter(str(error).removeprefix("memory: "), param_hint=hint) from None
     if json_:
         found = {**plan._asdict(), "terms": [t._asdict() for t in plan.terms]}
         typer.echo(json.dumps({**found, **size, "ranks": ranks, "assumed": list(assumed)}, indent=1))
@@ -73,26 +78,29 @@ def command(
     if ranks > 1:
         typer.echo(f"ranks        each of {ranks} holds {columns(V, ranks)} of {V} columns; memory is one rank's")
     typer.echo(
-        "on a GPU     Triton's kernels run where triton is installed, and a call waits once for the device unless its "
-        "targets were prepared (hl.prepare) or host_read=False is given"
+        "on a GPU     Triton kernels run if triton is installed; a call waits once for the device, unless its targets "
+        "are prepared (hl.prepare) or host_read=False"
     )
 
 
 def read(path: Path) -> Any:
     """Plain data from a file; nothing in it is evaluated."""
     if not path.is_file():
-        raise ValueError(f"{path}: wanted a file, JSON or YAML, with the terms of an objective; there is none")
+        raise ValueError("wanted a file, JSON or YAML, with the terms of an objective; there is no such file")
     text = path.read_text()
     if path.suffix == ".json":
-        return json.loads(text)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"not valid JSON: {error}") from None
     if importlib.util.find_spec("yaml") is None:
-        raise ValueError(f"{path.name}: reading YAML needs PyYAML, which is not installed; write it as JSON")
+        raise ValueError("reading YAML needs PyYAML, which is not installed; install it or write the config as JSON")
     import yaml  # type: ignore[import-untyped]
 
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path.name}: {error}") from None
+        raise ValueError(f"not valid YAML: {error}") from None
 
 
 def columns(vocab: int, ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""`python -m headloss losses`: what each loss computes, asks for and takes as options, read from its own file."""
+"""`python -m headloss losses`: formula, inputs and options of each loss, read from its own file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,17 @@ from headloss.trace.signature import TEACHER_INPUTS, read_signature, suggest
 HEADER = """\
 # Losses
 
-Made by `make docs` from the losses' own docstrings and signatures; each is one small file in `headloss/losses/`.
-Every loss works with every reduction, source and backend, alone or with others.  An input with a `?` may be left out.
-A loss that asks for a `teacher` takes any: `hl.Logits`, `hl.Linear` or `hl.Sparse`.
+Made by `make docs` from docstrings and signatures; each loss is one small file in `headloss/losses/`. Every loss works
+with every reduction, source and backend, alone or with others. An input with a `?` is optional. A `teacher` may be
+`hl.Logits`, `hl.Linear` or `hl.Sparse`.
+
+LEGEND
 """
+LEGEND = (
+    "p is the student's softmax, q the teacher's, y the target, H the entropy, A the advantage, r the ratio of new and "
+    "old probability of a token, s that of a segment, sg(x) is x.detach(), logprob is log p[y]; old and ref are "
+    "old_logprob and ref_logprob."
+)
 
 
 FAMILIES = ("Likelihood and regularisers", "Policy gradient", "Preferences", "Distillation")
@@ -67,7 +74,7 @@ def by_family() -> dict[str, list[Entry]]:
 
 def markdown() -> str:
     """The page docs/losses.md."""
-    lines = [HEADER]
+    lines = [HEADER.replace("LEGEND", LEGEND.replace("sg(x)", "`sg(x)`").replace("x.detach()", "`x.detach()`"))]
     for family, members in by_family().items():
         lines.append(f"\n## {family}\n")
         for e in members:
@@ -79,11 +86,11 @@ def markdown() -> str:
 
 
 def command(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Show only these losses, in full.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Show these losses in full.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     markdown_: Annotated[bool, typer.Option("--markdown", help="Print the page docs/losses.md.")] = False,
 ) -> None:
-    """What each loss computes, asks for and takes as options."""
+    """List the losses: formulas, inputs, options."""
     for name in names or ():
         if name not in LOSSES:
             raise typer.BadParameter(f"there is no loss {name!r}{suggest(name, LOSSES)}", param_hint="NAME")
@@ -95,7 +102,9 @@ def command(
     elif json_:
         typer.echo(json.dumps([e._asdict() for e in found], indent=1))
     else:
-        Console(highlight=False).print(_table(found, whole=bool(names)))
+        console = Console(highlight=False)
+        console.print(_table(found, whole=bool(names)))
+        console.print(Text(f"{LEGEND}\n", style="dim"))
 
 
 def _family(fn: Callable[..., Any], asked: set[str]) -> str:
@@ -112,13 +121,13 @@ def _table(found: list[Entry], whole: bool) -> Table:
     """A loss on the left; on the right its formula (or its whole docstring), then what it asks for and its options."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     table.add_column("loss", style="cyan", no_wrap=True)
-    table.add_column("formula; facts and inputs; options", overflow="fold")
+    table.add_column("formula; what it needs (? is optional); options", overflow="fold")
     for i, e in enumerate(found):
         if not whole and (i == 0 or e.family != found[i - 1].family):
             table.add_row(Text(e.family, style="bold"), "")
         right = Text("\n\n".join(_lines(p) for p in e.text.split("\n\n")) + "\n" if whole else e.formula)
-        named = ("in trainers ", (e.trainers,) if e.trainers else ())
-        for asked in (("needs ", (*e.facts, *e.inputs)), ("options ", e.options), named):
+        named = ("in trainers: ", (e.trainers,) if e.trainers else ())
+        for asked in (("needs: ", (*e.facts, *e.inputs)), ("options: ", e.options), named):
             if asked[1]:
                 right.append(f"\n{asked[0]}", style="dim").append(", ".join(asked[1]), style="dim")
         table.add_row(e.name, right, end_section=False)
@@ -143,9 +152,17 @@ def _prose(e: Entry) -> str:
 
 
 def _words(paragraph: str) -> list[tuple[str, str]]:
-    """The words that a paragraph explains line by line; none if it is ordinary text."""
-    items = [re.match(r"(\S+(?: \"\w+\")?)\s{2,}(.+)", line) for line in paragraph.split("\n")]
-    return [(m[1], m[2]) for m in items if m] if all(items) else []
+    """The words that a paragraph explains line by line, where indented lines go on; none if it is ordinary text."""
+    items: list[tuple[str, str]] = []
+    for line in paragraph.split("\n"):
+        m = re.match(r"(\S+(?: \"\w+\")?)\s{2,}(.+)", line)
+        if m:
+            items.append((m[1], m[2]))
+        elif items and line.startswith("    "):
+            items[-1] = (items[-1][0], f"{items[-1][1]} {line.strip()}")
+        else:
+            return []
+    return items
 
 
 def _lines(paragraph: str) -> str:

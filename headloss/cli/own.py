@@ -9,6 +9,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def load(where: str) -> hl.Objective:
     if not colon or not module or not name:
         raise ValueError(f"wanted module:name, as in my_losses:focal, got {where!r}")
     if module.endswith(".py"):
-        raise ValueError(f"wanted a module and no file; write {Path(module).stem}:{name}, in the folder of that file")
+        raise ValueError(f"wanted a module, not a file; write {Path(module).stem}:{name}, in the folder of that file")
     sys.path.insert(0, os.getcwd())  # like python -m
     try:
         found: Any = importlib.import_module(module)
@@ -48,6 +49,19 @@ def load(where: str) -> hl.Objective:
     if not callable(getattr(found, "fn", found)):
         raise ValueError(f"{where}: wanted an Objective, a Term or a function, got {type(found).__name__}")
     return hl.Objective(**{part: found})
+
+
+def inputs_of(objective: hl.Objective) -> str:
+    """The names of the inputs that random data is made for."""
+    return ", ".join(sorted(Asked.of(objective).inputs))
+
+
+def raised_at(error: BaseException) -> str:
+    """ " (file:line)", the last line outside of headloss and torch that an error passed through; or nothing."""
+    inside = tuple(str(Path(module.__file__ or "").parent) for module in (hl, torch))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
+    last = next((f for f in reversed(frames) if Path(f.filename).is_file()), None)
+    return "" if last is None else f" ({Path(last.filename).name}:{last.lineno})"
 
 
 def make(

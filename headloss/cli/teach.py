@@ -1,4 +1,4 @@
-"""`python -m headloss teach`: a model's likeliest tokens on disk, for students that learn from them.
+"""`python -m headloss teach`: store a model's likeliest tokens on disk, for distillation.
 
 Dimension key:  B sequences of a batch   T tokens   K columns of each row
 
@@ -6,7 +6,7 @@ The dataset has axolotl's names, whose entry t is about token t, given the token
 
     input_ids (T)   target_token_ids (T, K)   target_logprobs (T, K)   target_mask (T, K)   lse (T)   entropy (T)
 
-`hl.Sparse.from_dataset(batch)` reads it.  Parts are written as they are done, so a run that was broken off goes on.
+`hl.Sparse.from_dataset(batch)` reads it.  Finished parts are written to disk, so an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ import headloss as hl
 
 PART = 512  # sequences that are written at a time
 MODEL = typer.Option(help="A causal language model of Transformers: its folder or name.")
-DATA = typer.Option(help="A JSON-lines, Parquet or text file, a saved dataset, or its name; with input_ids or text.")
-OUT = typer.Option(help="Folder for the dataset; a run that was interrupted continues there.")
+FORMS = "A JSON-lines, Parquet or text file, a saved dataset, or one of the Hub"
+DATA = typer.Option(help=f"{FORMS}; with a column input_ids or text.")
+OUT = typer.Option(help="Folder for the result; an interrupted run continues there.")
 
 
 def command(
     model: Annotated[str, MODEL],
     data: Annotated[str, DATA],
     out: Annotated[Path, OUT],
-    k: Annotated[int, typer.Option("--k", min=1, help="How many of the likeliest tokens to keep per position.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Temperature of the softmax that is stored.")] = 1.0,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per batch.")] = 16384,
-    max_length: Annotated[int, typer.Option(min=2, help="Most tokens per sequence; longer ones are cut.")] = 4096,
-    split: Annotated[str, typer.Option(help="Split to read of a dataset that has several.")] = "train",
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of words.")] = False,
+    k: Annotated[int, typer.Option("--k", min=1, help="How many tokens to store per position.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Temperature of the stored softmax.")] = 1.0,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per batch.")] = 16384,
+    max_length: Annotated[int, typer.Option(min=2, help="Maximum tokens per sequence; longer ones are cut.")] = 4096,
+    split: Annotated[str, typer.Option(help="Split to read, if the dataset has several.")] = "train",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if available.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Write the K likeliest tokens that a model gives each position, with their log-probabilities, as a dataset."""
+    """Store a model's K likeliest tokens per position, with log-probabilities, as a dataset for distillation."""
     try:
         import datasets  # noqa: F401
         import transformers  # noqa: F401

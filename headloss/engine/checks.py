@@ -25,6 +25,8 @@ from headloss.trace.gradient import check_constants
 from headloss.trace.signature import IDS, ONLY, passed, suggest
 from headloss.trace.trace import Shape, Trace
 
+MORE = ("targets", "segments")  # what a loss may ask for besides facts and inputs
+
 
 def check_inputs(
     terms: Iterable[tuple[str, Call]],
@@ -57,8 +59,9 @@ def check_inputs(
                 names = {p.takes or p.name: p.optional for s in call.signatures for p in s.parameters}
                 what = ", ".join(f"{name} (optional)" if optional else name for name, optional in names.items())
                 passed = ", ".join(f"{n} (None)" if x is None else n for n, x in given.items()) or "none"
-                others = [name for name in (*given, *FACTS) if name != wanted]  # `wanted` may have been passed as None
+                others = [name for name in (*given, *FACTS, *MORE) if name != wanted]  # it may have been passed as None
                 near = suggest(wanted, others, cutoff=0.8)  # old_logprob is not a misspelt logprob
+                near = "; a loss gets facts such as logprob, not logits" if wanted in ("logits", "hidden") else near
                 raise TypeError(
                     f"{wanted}: missing; {label} ({call.signature.name}) asks for {what}; inputs passed: {passed}{near}"
                 )
@@ -80,7 +83,7 @@ def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> N
         if name not in teachers:
             if name != ONLY:
                 near = suggest(str(name), teachers)
-                raise ValueError(f"teacher: {label} looks at {name!r}, which was not passed (there are: {there}){near}")
+                raise ValueError(f"teacher: {label} uses {name!r}, which was not passed (there are: {there}){near}")
             which = "Term(teacher=...) must name one" if len(passed(teachers)) > 1 else "pass teacher=..."
             which += " or, for columns of your own, ids=..." * (what in ("ids_logprob", "ids_logit"))
             raise ValueError(f"teacher: {label} needs one for {what!r}; {which} (there are: {there})")
@@ -101,7 +104,7 @@ def check_asked(teachers: Mapping[str, Teacher], calls: Sequence[Call]) -> None:
                 raise ValueError("ids: passed, but no term or metric asks for ids_logprob, ids_logit or ids")
             which = "one was passed" if name == ONLY else f"{name!r} was passed"
             seen = ", ".join(sorted(map(repr, asked))) or "none"
-            raise ValueError(f"teacher: {which}, but terms and metrics look at {seen}{suggest(name, asked)}")
+            raise ValueError(f"teacher: {which}, but terms and metrics use {seen}{suggest(name, asked)}")
 
 
 def check_targets_wanted(wanted: list[Fact]) -> None:

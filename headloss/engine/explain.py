@@ -123,12 +123,12 @@ def explain(
         pieces, gemms = len(chunks) if chunks else 1, 0
         written = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
         sizes = {"gradient of logits" + (" (in place)" if source.inplace else ""): written}
-        grade = "logits are read for the facts, and once more to write the gradient"
+        grade = "logits are read for the facts, then again to write the gradient"
         if plan.program is not None and not plan.program.by_segment:
             again = any(f.element is not None for f in plan.want.facts)
             grade = f"in the same pass: logits are read {'twice for a divergence' if again else 'once'}, written once"
         if makes_grad_in_forward(plan, source) and (chunks or reads_all_rows(source, rows, teacher_rows)):
-            grade = "in the same pass: exponentials are kept where the gradient will stand, and not made twice"
+            grade = "in the same pass: exponentials are kept in the gradient's buffer and reused"
             if source.fact_dtype != source.logits.dtype and chunks:
                 held = max(c.rows.stop - c.rows.start for c in chunks) * source.columns * source.fact_dtype.itemsize
                 sizes["exponentials of a chunk"] = held
@@ -143,7 +143,7 @@ def explain(
         products = "the head's own; rows that are ignored or have no gradient are left out on the device"
         pieces = 1 if rows.count <= source.chunk_rows() else pieces  # type: ignore[union-attr]
         gemms = 3 if chunks is not None or pieces == 1 else 4
-        twice = "" if gemms == 3 else ", which is made again for the gradient"
+        twice = "" if gemms == 3 else ", which is computed again for the gradient"
         grade = f"facts in the first product{twice}, gradients from its exponentials by row factors"
         if bent:
             grade += ", one sweep over them first: a term moves entropy or sum_p2"
@@ -152,8 +152,8 @@ def explain(
     )
     if plan.kept:
         pieces, gemms, products = len(_kept_parts(arguments, rows, teacher_rows)), 0, ""
-        grade = "kept columns alone: no full GEMM and no pass over the vocabulary"
-        grade += "" if chunks else "; they are made again for the gradient"
+        grade = "kept columns only: no full GEMM and no pass over the vocabulary"
+        grade += "" if chunks else "; they are computed again for the gradient"
         sizes = _kept_bytes(arguments, rows, teacher_rows)
     swept = chunked and not plan.want.only_ids and not plan.kept
     apart = int(plan.want.plain and engine == "triton")  # facts of the raw logits, and their gradient
@@ -247,7 +247,7 @@ def _launches(plan: Plan) -> str:
         why = f" ({plan.reason})" if plan.reason else ""
         return f"one launch for the facts, one that settles the {what}, one for the gradient{why}"
     if plan.program is not None:
-        return "one launch a visit: the loss runs inside the sweep"
+        return "one launch per chunk: the loss runs inside the sweep"
     apart = "; facts of the logits themselves in PyTorch's operations, on tiles of rows" if plan.want.plain else ""
     return f"one launch for the facts, one for the gradient ({plan.reason}){apart}"
 
@@ -273,7 +273,7 @@ def _linear_grade(plan: Plan, segments: Segments | None, rows: Rows, chunks: Seq
         return "only the teacher's ids: no softmax over the vocabulary and no full GEMM"
     if chunks is not None:
         twice = ", read twice for a divergence" if any(f.element is not None for f in plan.want.facts) else ""
-        return f"in the same pass: each chunk's logits are made once{twice}"
+        return f"in the same pass: each chunk's logits are computed once{twice}"
     batch = [f"{t.name}: {t.trace.reason}" for t in plan.terms if t.trace.kind == "batch"]
     if batch:
         why = batch[0]
@@ -285,7 +285,7 @@ def _linear_grade(plan: Plan, segments: Segments | None, rows: Rows, chunks: Seq
         why = "segments are interleaved, and a metric may depend on the order of rows"
     else:
         why = "a segment is longer than a chunk"
-    return f"facts of all rows first, logits made again for the gradient ({why})"
+    return f"facts of all rows first, then logits again for the gradient ({why})"
 
 
 def _linear_bytes(source: Linear, chunks: Sequence[Chunk], cost: Cost) -> dict[str, int]:

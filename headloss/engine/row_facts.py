@@ -109,8 +109,8 @@ def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:
     """A fact from its name, (name, temperature) or (name, temperature, teacher)."""
     name, temperature, teacher = (*((want,) if isinstance(want, str) else tuple(want)), None, None)[:3]
     if not isinstance(name, str) or name not in FACTS or name in ("divergence", "teacher_tail_logprob"):
-        there = ", ".join(f for f in FACTS if f != "divergence")
-        raise ValueError(f"want: {name!r} is not a fact; there are {there}{suggest(str(name), FACTS)}")
+        near = suggest(str(name), FACTS) or f"; there are {', '.join(f for f in FACTS if f != 'divergence')}"
+        raise ValueError(f"want: {name!r} is not a fact{near}")
     if temperature is not None and not (is_number(temperature) and temperature > 0):
         raise ValueError(f"want: wanted a positive temperature for {name!r}, got {shown(temperature)}")
     if name in COMPARING:

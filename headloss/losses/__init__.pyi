@@ -31,12 +31,12 @@ def cispo_sequence(logprob: Tensor, advantage: Tensor, segments: Segments, old_l
 
 def clip_cov(logprob: Tensor, advantage: Tensor, draw: Tensor, old_logprob: Tensor | None = None, *, low: float = 0.2, high: float = 0.2, fraction: float = 0.0002, least: float = 1.0, most: float = 5.0) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(r A, clip(r, 1 - low, 1 + high) A), r = exp(logprob - old), but 0 for a few tokens drawn from those with
-    least < c < most, c = (A - mean A) (logprob - mean logprob): those that most lower the entropy (Cui et al. 2025).
+    least < c < most, c = (A - mean A) (logprob - mean logprob): these lower the entropy most (Cui et al. 2025).
 
-    draw       one random number per row, torch.rand of the targets' shape; of the candidates the smallest are taken
-    fraction   of the rows of this call, how many are taken: at least one.  What the clip stops is no candidate
+    draw       one random number per row, torch.rand of the targets' shape; the candidates with the smallest are taken
+    fraction   the share of this call's rows that is taken, at least one row; clipped rows are no candidates
 
-    In trainers: verl clip_cov, which draws within the loss."""
+    In trainers: verl clip_cov, which samples inside the loss."""
 
 def cosine(logit_dot: Tensor, logit_square: Tensor, teacher_logit_square: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """1 - cos(z, u): the angle between the student's and the teacher's logits, over the columns that both have.  A
@@ -59,8 +59,8 @@ def cpo(logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 0.1
 def cross_entropy(logprob: Tensor, mean_logprob: Tensor, class_weight: Tensor | None = None, class_mean: Tensor | None = None, class_cross_entropy: Tensor | None = None, *, label_smoothing: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
     """-log p[y]; with label smoothing e, -(1 - e) log p[y] - e mean_j log p[j] (Szegedy et al. 2016).
 
-    class_weight   w (V,), an input of the call: -(1 - e) w[y] log p[y] - e mean_j w[j] log p[j], as torch has it; its
-                   mean, over the sum of w[y], is `reduction="weighted_mean"`
+    class_weight   w (V,), an input of the call: -(1 - e) w[y] log p[y] - e mean_j w[j] log p[j], as in torch; for
+                   torch's mean, which divides by the sum of w[y], use `reduction="weighted_mean"`
 
     In trainers: torch.nn.functional.cross_entropy(weight=, label_smoothing=); Liger ce_weight."""
 
@@ -68,7 +68,7 @@ def deft(logprob: Tensor, sum_p2: Tensor, *, alpha: float | None = None) -> tupl
     """(1 - p[y]^a) / a, a = sg(sum_j p_j^2): like -log p[y] where the model is unsure, like 1 - p[y] where it is sure
     (Wang et al. 2026).
 
-    alpha   a number in place of a: 0 < alpha <= 1, between cross-entropy and 1 - p[y]"""
+    alpha   a fixed a, 0 < alpha <= 1; near 0 it is cross-entropy, 1 is 1 - p[y]"""
 
 def dft(logprob: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """-sg(p[y]) log p[y]: cross-entropy weighted by the token's probability, dynamic fine-tuning (Wu et al. 2025)."""
@@ -98,21 +98,20 @@ def dpo(logprob: Tensor, ref_logprob: Tensor, segments: Segments, pairs: Tensor,
     In trainers: TRL DPOTrainer: sigmoid_norm is average=True; its label_smoothing acts on robust, exo and aot alone."""
 
 def dppo(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, *, divergence: str = 'tv', low: float = 0.2, high: float = 0.2, cap: float | None = 20.0, form: str = 'score', one_sided: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A sg(min(r, cap)) logprob on the tokens whose probability p has not left the trust region on the side A pushes
-    to; the rest give nothing (arXiv:2602.04879).  Out means p > old and D > high where A > 0, p < old and D > low
+    """-A sg(min(r, cap)) logprob on tokens whose probability p has not left the trust region on the side that A pushes
+    to, 0 elsewhere (arXiv:2602.04879).  Out means p > old and D > high where A > 0, p < old and D > low
     where A < 0.
 
     divergence   "tv": D = |p - old|; "kl": D = old log(old / p) + (1 - old) log((1 - old) / (1 - p))
     cap          None: no cap
-    form         "ratio": -A min(r, cap) in place of it, whose gradient is the same below the cap
-    one_sided    False: out means p > old and D > high, or p < old and D > low, whatever A is
+    form         "ratio": -A min(r, cap), which has the same gradient below the cap
+    one_sided    False: out means p > old and D > high, or p < old and D > low, for any A
 
     In trainers: verl dppo_tv, dppo_kl; prime-rl's default loss is form="ratio", cap=None, its ipo also one_sided=False."""
 
 def eaft(logprob: Tensor, entropy: Tensor, top_logprob: Tensor | None = None, *, alpha: float = 1.0, unit: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """-sg((H / unit)^alpha) log p[y], H = the entropy: tokens of which the model is sure count less, whether they are
-    easy or contradict it (Diao et al. 2026).  With `hl.Term(eaft, top=K)`, H is the entropy of the K likeliest columns
-    alone, as of a softmax over them.
+    """-sg((H / unit)^alpha) log p[y], H = the entropy: tokens count less if the model is sure, right or wrong
+    (Diao et al. 2026).  With `hl.Term(eaft, top=K)`, H is the entropy of a softmax over the K likeliest columns.
 
     unit   the entropy that counts as 1; the paper's is log K
 
@@ -129,10 +128,10 @@ def forward_kl(logp: Tensor, logq: Tensor) -> Tensor:
 
 def gmpo(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, *, low: float = 0.4, high: float = 0.4, signed: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """-A exp(mean over the segment of c), c = sgn(A) min(sgn(A) d, sgn(A) clip(d, -low, high)), d = logprob - old: the
-    geometric mean of token ratios that were clipped one by one (Zhao et al. 2025).  The paper's tokens share A.
+    geometric mean of individually clipped token ratios (Zhao et al. 2025).  In the paper, tokens share A.
 
-    signed   the authors' caps, sgn(A) clip(sgn(A) d, -low, high): `high` then bounds d where A < 0 too, as -high.
-             verl's, the default, bounds it there by -low.  They differ where low and high do
+    signed   clip as the authors do, sgn(A) clip(sgn(A) d, -low, high): where A < 0, d is bounded by -high; by default
+             it is bounded by -low there, as in verl
 
     Both take the mean over sequences: reduce by seq_mean_token_mean."""
 
@@ -176,19 +175,23 @@ def kimi(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, 
 
 def kl_cov(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, *, fraction: float = 0.0002, beta: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
     """-r A, r = exp(logprob - old), plus beta |logprob - old| on the few tokens of the largest
-    (A - mean A) (logprob - mean logprob): those that most lower the entropy are held back (Cui et al. 2025).
+    (A - mean A) (logprob - mean logprob): these lower the entropy most and are held back (Cui et al. 2025).
 
-    fraction   of the rows of this call, how many are held: at least one
+    fraction   the share of this call's rows that is held back, at least one row
 
     In trainers: verl kl_cov, whose ppo_kl_coef is `beta`."""
 
 def kl_to_reference(logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None, *, estimator: str = 'k3', corrected: bool = False, bound: float | None = None) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """An estimate of KL(policy || reference) from the sampled tokens (Schulman 2020), with x = ref_logprob - logprob:
 
-    estimator   "k1": -x    "k2", "mse": x^2 / 2    "k3": e^x - x - 1    "abs": |x|    "low_var": k3 with bound 10
-                "k1+", "k2+", "k3+", "abs+", "low_var+": that value, with the gradient of k2
-    corrected   multiplies by r = exp(logprob - old), which makes the gradient that of the KL itself (DeepSeek-V3.2)
-    bound       clamps the estimate to [-bound, bound]; there is no gradient outside
+    estimator "k1"       -x
+    estimator "k2"       x^2 / 2; "mse" is the same
+    estimator "k3"       e^x - x - 1
+    estimator "abs"      |x|
+    estimator "low_var"  k3 with bound 10
+    estimator            a "+" after one of these, as in "k1+", keeps the value but has the gradient of k2
+    corrected            multiplies by r = exp(logprob - old); its gradient is that of the KL itself (DeepSeek-V3.2)
+    bound                clamps the estimate to [-bound, bound]; there is no gradient outside
 
     As a loss, plain k1 has a gradient of mean 0 and plain k3 a biased one; k2's is right on-policy."""
 
@@ -209,8 +212,8 @@ def kto(logprob: Tensor, ref_logprob: Tensor, segments: Segments, desirable: Ten
     In trainers: TRL kto; apo_zero_unpaired is the same without `kl`; axolotl rl: kto."""
 
 def opd(logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None, *, low: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """-sg(ref_logprob - logprob) r, r = exp(logprob - old): on-policy distillation, in which how much likelier the
-    teacher finds a sampled token is its advantage (Lu et al. 2025).  Its gradient is that of KL(policy || teacher).
+    """-sg(ref_logprob - logprob) r, r = exp(logprob - old): on-policy distillation: the advantage of a
+    token is how much likelier the teacher finds it (Lu et al. 2025).  Its gradient is that of KL(policy || teacher).
 
     low   leaves out tokens whose probability has fallen by more than this since `old_logprob`; None: none
 
@@ -218,11 +221,12 @@ def opd(logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None,
 
 def orpo(logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 0.1, nll: str = 'sequence') -> tuple[Tensor, dict[str, Tensor]]:
     """-chosen - beta log sigmoid(odds(chosen) - odds(rejected)), on the segments' means x of logprob, with the log odds
-    odds(x) = x - log(1 - e^x): fine-tuning on the chosen one and an odds ratio, without a reference (Hong et al. 2024).
+    odds(x) = x - log(1 - e^x): fine-tuning on the chosen segment plus an odds ratio, no reference (Hong et al. 2024).
     `pairs` (P, 2) holds the chosen and the rejected segment's number.
 
-    nll   "sequence": the mean of each chosen segment, so that pairs count alike    "token": the mean over the tokens of
-          all chosen segments of the call, as most trainers have it    "none": the odds term alone"""
+    nll "sequence"  the mean of each chosen segment, so that all pairs have the same weight
+    nll "token"     the mean over the tokens of all chosen segments of the call, as in most trainers
+    nll "none"      the odds term only"""
 
 def reinforce(logprob: Tensor, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """-A logprob (Williams 1992); with group-relative advantages this is GPG (Chu et al. 2025).
@@ -271,23 +275,24 @@ def soft_cross_entropy(logp: Tensor, logq: Tensor) -> Tensor:
     need not sum to 1 (tail="none")."""
 
 def topr(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A logprob where A > 0, -sg(min(r, 1)) A logprob elsewhere, r = exp(logprob - old): what was good is imitated,
-    what was bad is left alone once it has become unlikely (Le Roux et al. 2025), token by token."""
+    """-A logprob where A > 0, -sg(min(r, 1)) A logprob elsewhere, r = exp(logprob - old): imitate good
+    answers, and leave bad ones alone once they are unlikely (Le Roux et al. 2025), token by token."""
 
 def tvd(logp: Tensor, logq: Tensor) -> Tensor:
     """sum_j |p_j - q_j| / 2: total variation distance (Wen et al. 2023)."""
 
 def uld(top_logprob: Tensor, foreign_logprob: Tensor, *, rest: str = 'bucket') -> tuple[Tensor, dict[str, Tensor]]:
-    """sum_k |p_(k) - q_(k)|, the probabilities of student and teacher sorted, the largest first: no token has to be
-    matched, so the teacher may have another tokenizer (universal logit distillation, Boizard et al. 2024).
+    """sum_k |p_(k) - q_(k)|, the probabilities of student and teacher sorted, the largest first: tokens need
+    not match, so the teacher may have another tokenizer (universal logit distillation, Boizard et al. 2024).
 
     `foreign_logprob` (rows, J) is an input, the teacher's J largest log-probabilities in any order, -inf for none:
-    `hl.topk(teacher, J).logprobs`.  Of the student's there are K, `hl.Term(uld, top=K)`, or 8 if the term does not say.
+    `hl.topk(teacher, J).logprobs`.  The student's K are set by `hl.Term(uld, top=K)`, 8 by default.
 
-    rest   "bucket": beyond min(K, J) the rest of both is one more outcome, |sum p - sum q|    "none": it is left out
+    rest "bucket"  what is beyond min(K, J) is one more outcome on each side, |sum p - sum q|
+    rest "none"    it is left out
 
-    With "bucket", all of both vocabularies give the whole sum.  Row n of the teacher stands for row n of the student:
-    where the two cut the text differently, a target of -100 or a row weight of 0 leaves the row out.
+    Row n of the teacher is compared with row n of the student: if the tokenizers split the text differently there,
+    leave the row out with a target of -100 or a row weight of 0.
 
     In trainers: TRL GOLDTrainer, use_uld_loss without use_extended_uld, which merges tokens."""
 
@@ -305,11 +310,11 @@ def value_loss(value: Tensor, returns: Tensor, old_value: Tensor | None = None, 
 
 def vespo(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: Tensor | None = None, sampler_logprob: Tensor | None = None, *, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0, sampler_high: float | None = None, sampler_low: float = 0.0, sampler_mask: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """-sg(phi) A logprob, phi = exp(lam + k log w - lam w), w = exp(total over the segment of logprob - old): a smooth
-    weight on the ratio of whole sequences, 1 at w = 1 (arXiv:2602.10693).  (k, lam) are the `_pos` ones where A >= 0.
+    weight on the ratio of whole sequences, 1 at w = 1 (arXiv:2602.10693).  (k, lam) are k_pos, lam_pos where A >= 0.
 
-    sampler_high   makes the sampler's ratio a part of w: each token's exp(old - sampler_logprob), at most this
-    sampler_low    and at least this
-    sampler_mask   a token's ratio outside of the two counts as 1e-8, which all but leaves its sequence out
+    sampler_high   also multiplies w by each token's exp(old - sampler_logprob), clamped to at most this
+    sampler_low    and to at least this
+    sampler_mask   a token's ratio outside these bounds counts as 1e-8, which nearly removes its sequence
 
     In trainers: TRL vespo; vllm_importance_sampling_clip_max, _clip_min and mode "token_mask" are the last three."""
 

@@ -6,12 +6,12 @@ from headloss.losses._ranges import bounds
 
 def clip_cov(logprob, advantage, draw, old_logprob=None, *, low=0.2, high=0.2, fraction=2e-4, least=1.0, most=5.0):
     """-min(r A, clip(r, 1 - low, 1 + high) A), r = exp(logprob - old), but 0 for a few tokens drawn from those with
-    least < c < most, c = (A - mean A) (logprob - mean logprob): those that most lower the entropy (Cui et al. 2025).
+    least < c < most, c = (A - mean A) (logprob - mean logprob): these lower the entropy most (Cui et al. 2025).
 
-    draw       one random number per row, torch.rand of the targets' shape; of the candidates the smallest are taken
-    fraction   of the rows of this call, how many are taken: at least one.  What the clip stops is no candidate
+    draw       one random number per row, torch.rand of the targets' shape; the candidates with the smallest are taken
+    fraction   the share of this call's rows that is taken, at least one row; clipped rows are no candidates
 
-    In trainers: verl clip_cov, which draws within the loss.
+    In trainers: verl clip_cov, which samples inside the loss.
     """
     bounds(least=least, most=most)
     ratio = bounded_exp(log_ratio(logprob, old_logprob))

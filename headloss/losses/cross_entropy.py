@@ -6,8 +6,8 @@ def cross_entropy(
 ):
     """-log p[y]; with label smoothing e, -(1 - e) log p[y] - e mean_j log p[j] (Szegedy et al. 2016).
 
-    class_weight   w (V,), an input of the call: -(1 - e) w[y] log p[y] - e mean_j w[j] log p[j], as torch has it; its
-                   mean, over the sum of w[y], is `reduction="weighted_mean"`
+    class_weight   w (V,), an input of the call: -(1 - e) w[y] log p[y] - e mean_j w[j] log p[j], as in torch; for
+                   torch's mean, which divides by the sum of w[y], use `reduction="weighted_mean"`
 
     In trainers: torch.nn.functional.cross_entropy(weight=, label_smoothing=); Liger ce_weight.
     """

@@ -2,7 +2,7 @@ def deft(logprob, sum_p2, *, alpha=None):
     """(1 - p[y]^a) / a, a = sg(sum_j p_j^2): like -log p[y] where the model is unsure, like 1 - p[y] where it is sure
     (Wang et al. 2026).
 
-    alpha   a number in place of a: 0 < alpha <= 1, between cross-entropy and 1 - p[y]
+    alpha   a fixed a, 0 < alpha <= 1; near 0 it is cross-entropy, 1 is 1 - p[y]
     """
     if alpha is None:
         a = sum_p2.detach()

@@ -6,14 +6,14 @@ def dppo(
     logprob, advantage, old_logprob=None,
     *, divergence="tv", low=0.2, high=0.2, cap: float | None = 20.0, form="score", one_sided=True,
 ):  # fmt: skip
-    """-A sg(min(r, cap)) logprob on the tokens whose probability p has not left the trust region on the side A pushes
-    to; the rest give nothing (arXiv:2602.04879).  Out means p > old and D > high where A > 0, p < old and D > low
+    """-A sg(min(r, cap)) logprob on tokens whose probability p has not left the trust region on the side that A pushes
+    to, 0 elsewhere (arXiv:2602.04879).  Out means p > old and D > high where A > 0, p < old and D > low
     where A < 0.
 
     divergence   "tv": D = |p - old|; "kl": D = old log(old / p) + (1 - old) log((1 - old) / (1 - p))
     cap          None: no cap
-    form         "ratio": -A min(r, cap) in place of it, whose gradient is the same below the cap
-    one_sided    False: out means p > old and D > high, or p < old and D > low, whatever A is
+    form         "ratio": -A min(r, cap), which has the same gradient below the cap
+    one_sided    False: out means p > old and D > high, or p < old and D > low, for any A
 
     In trainers: verl dppo_tv, dppo_kl; prime-rl's default loss is form="ratio", cap=None, its ipo also one_sided=False.
     """

@@ -2,9 +2,8 @@ from headloss.losses._ranges import not_negative, positive
 
 
 def eaft(logprob, entropy, top_logprob=None, *, alpha=1.0, unit=1.0):
-    """-sg((H / unit)^alpha) log p[y], H = the entropy: tokens of which the model is sure count less, whether they are
-    easy or contradict it (Diao et al. 2026).  With `hl.Term(eaft, top=K)`, H is the entropy of the K likeliest columns
-    alone, as of a softmax over them.
+    """-sg((H / unit)^alpha) log p[y], H = the entropy: tokens count less if the model is sure, right or wrong
+    (Diao et al. 2026).  With `hl.Term(eaft, top=K)`, H is the entropy of a softmax over the K likeliest columns.
 
     unit   the entropy that counts as 1; the paper's is log K
 

@@ -6,10 +6,10 @@ from headloss.losses._ranges import not_negative
 
 def gmpo(logprob, advantage, segments, old_logprob=None, *, low=0.4, high=0.4, signed=False):
     """-A exp(mean over the segment of c), c = sgn(A) min(sgn(A) d, sgn(A) clip(d, -low, high)), d = logprob - old: the
-    geometric mean of token ratios that were clipped one by one (Zhao et al. 2025).  The paper's tokens share A.
+    geometric mean of individually clipped token ratios (Zhao et al. 2025).  In the paper, tokens share A.
 
-    signed   the authors' caps, sgn(A) clip(sgn(A) d, -low, high): `high` then bounds d where A < 0 too, as -high.
-             verl's, the default, bounds it there by -low.  They differ where low and high do
+    signed   clip as the authors do, sgn(A) clip(sgn(A) d, -low, high): where A < 0, d is bounded by -high; by default
+             it is bounded by -low there, as in verl
 
     Both take the mean over sequences: reduce by seq_mean_token_mean.
     """

@@ -6,9 +6,9 @@ from headloss.losses._ranges import not_negative
 
 def kl_cov(logprob, advantage, old_logprob=None, *, fraction=2e-4, beta=1.0):
     """-r A, r = exp(logprob - old), plus beta |logprob - old| on the few tokens of the largest
-    (A - mean A) (logprob - mean logprob): those that most lower the entropy are held back (Cui et al. 2025).
+    (A - mean A) (logprob - mean logprob): these lower the entropy most and are held back (Cui et al. 2025).
 
-    fraction   of the rows of this call, how many are held: at least one
+    fraction   the share of this call's rows that is held back, at least one row
 
     In trainers: verl kl_cov, whose ppo_kl_coef is `beta`.
     """

@@ -5,10 +5,14 @@ from headloss.losses._policy import bounded_exp, log_ratio
 def kl_to_reference(logprob, ref_logprob, old_logprob=None, *, estimator="k3", corrected=False, bound=None):
     """An estimate of KL(policy || reference) from the sampled tokens (Schulman 2020), with x = ref_logprob - logprob:
 
-    estimator   "k1": -x    "k2", "mse": x^2 / 2    "k3": e^x - x - 1    "abs": |x|    "low_var": k3 with bound 10
-                "k1+", "k2+", "k3+", "abs+", "low_var+": that value, with the gradient of k2
-    corrected   multiplies by r = exp(logprob - old), which makes the gradient that of the KL itself (DeepSeek-V3.2)
-    bound       clamps the estimate to [-bound, bound]; there is no gradient outside
+    estimator "k1"       -x
+    estimator "k2"       x^2 / 2; "mse" is the same
+    estimator "k3"       e^x - x - 1
+    estimator "abs"      |x|
+    estimator "low_var"  k3 with bound 10
+    estimator            a "+" after one of these, as in "k1+", keeps the value but has the gradient of k2
+    corrected            multiplies by r = exp(logprob - old); its gradient is that of the KL itself (DeepSeek-V3.2)
+    bound                clamps the estimate to [-bound, bound]; there is no gradient outside
 
     As a loss, plain k1 has a gradient of mean 0 and plain k3 a biased one; k2's is right on-policy.
     """

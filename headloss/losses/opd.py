@@ -3,8 +3,8 @@ from headloss.losses._ranges import not_negative
 
 
 def opd(logprob, ref_logprob, old_logprob=None, *, low=None):
-    """-sg(ref_logprob - logprob) r, r = exp(logprob - old): on-policy distillation, in which how much likelier the
-    teacher finds a sampled token is its advantage (Lu et al. 2025).  Its gradient is that of KL(policy || teacher).
+    """-sg(ref_logprob - logprob) r, r = exp(logprob - old): on-policy distillation: the advantage of a
+    token is how much likelier the teacher finds it (Lu et al. 2025).  Its gradient is that of KL(policy || teacher).
 
     low   leaves out tokens whose probability has fallen by more than this since `old_logprob`; None: none
 

@@ -7,11 +7,12 @@ from headloss.losses._ranges import not_negative
 
 def orpo(logprob, segments, pairs, *, beta=0.1, nll="sequence"):
     """-chosen - beta log sigmoid(odds(chosen) - odds(rejected)), on the segments' means x of logprob, with the log odds
-    odds(x) = x - log(1 - e^x): fine-tuning on the chosen one and an odds ratio, without a reference (Hong et al. 2024).
+    odds(x) = x - log(1 - e^x): fine-tuning on the chosen segment plus an odds ratio, no reference (Hong et al. 2024).
     `pairs` (P, 2) holds the chosen and the rejected segment's number.
 
-    nll   "sequence": the mean of each chosen segment, so that pairs count alike    "token": the mean over the tokens of
-          all chosen segments of the call, as most trainers have it    "none": the odds term alone
+    nll "sequence"  the mean of each chosen segment, so that all pairs have the same weight
+    nll "token"     the mean over the tokens of all chosen segments of the call, as in most trainers
+    nll "none"      the odds term only
     """
     not_negative(beta=beta)
     means = segments.means(logprob)

@@ -1,14 +1,15 @@
 def uld(top_logprob, foreign_logprob, *, rest="bucket"):
-    """sum_k |p_(k) - q_(k)|, the probabilities of student and teacher sorted, the largest first: no token has to be
-    matched, so the teacher may have another tokenizer (universal logit distillation, Boizard et al. 2024).
+    """sum_k |p_(k) - q_(k)|, the probabilities of student and teacher sorted, the largest first: tokens need
+    not match, so the teacher may have another tokenizer (universal logit distillation, Boizard et al. 2024).
 
     `foreign_logprob` (rows, J) is an input, the teacher's J largest log-probabilities in any order, -inf for none:
-    `hl.topk(teacher, J).logprobs`.  Of the student's there are K, `hl.Term(uld, top=K)`, or 8 if the term does not say.
+    `hl.topk(teacher, J).logprobs`.  The student's K are set by `hl.Term(uld, top=K)`, 8 by default.
 
-    rest   "bucket": beyond min(K, J) the rest of both is one more outcome, |sum p - sum q|    "none": it is left out
+    rest "bucket"  what is beyond min(K, J) is one more outcome on each side, |sum p - sum q|
+    rest "none"    it is left out
 
-    With "bucket", all of both vocabularies give the whole sum.  Row n of the teacher stands for row n of the student:
-    where the two cut the text differently, a target of -100 or a row weight of 0 leaves the row out.
+    Row n of the teacher is compared with row n of the student: if the tokenizers split the text differently there,
+    leave the row out with a target of -100 or a row weight of 0.
 
     In trainers: TRL GOLDTrainer, use_uld_loss without use_extended_uld, which merges tokens.
     """

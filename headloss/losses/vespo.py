@@ -7,11 +7,11 @@ def vespo(
     *, k_pos=2.0, lam_pos=3.0, k_neg=3.0, lam_neg=2.0, sampler_high=None, sampler_low=0.0, sampler_mask=False,
 ):  # fmt: skip
     """-sg(phi) A logprob, phi = exp(lam + k log w - lam w), w = exp(total over the segment of logprob - old): a smooth
-    weight on the ratio of whole sequences, 1 at w = 1 (arXiv:2602.10693).  (k, lam) are the `_pos` ones where A >= 0.
+    weight on the ratio of whole sequences, 1 at w = 1 (arXiv:2602.10693).  (k, lam) are k_pos, lam_pos where A >= 0.
 
-    sampler_high   makes the sampler's ratio a part of w: each token's exp(old - sampler_logprob), at most this
-    sampler_low    and at least this
-    sampler_mask   a token's ratio outside of the two counts as 1e-8, which all but leaves its sequence out
+    sampler_high   also multiplies w by each token's exp(old - sampler_logprob), clamped to at most this
+    sampler_low    and to at least this
+    sampler_mask   a token's ratio outside these bounds counts as 1e-8, which nearly removes its sequence
 
     In trainers: TRL vespo; vllm_importance_sampling_clip_max, _clip_min and mode "token_mask" are the last three.
     """

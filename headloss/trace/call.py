@@ -288,8 +288,7 @@ def _values_and_metrics(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]
         raise WrongValueError(f"{name}: wanted values, or (values, a dict of metrics), got a tuple of ({got})")
     if not isinstance(value, Tensor) or value.ndim != 1 or value.dtype.is_complex:
         raise WrongValueError(
-            f"{name}: wanted one real value per row, segment or pair (a vector), got {_got(value)}; "
-            f"leave the reduction to Term(reduction=...)"
+            f"{name}: wanted one real value per row, segment or pair (a vector), got {_got(value)}{_hint(value)}"
         )
     check_metrics(name, metrics)
     return value, dict(metrics)
@@ -309,6 +308,12 @@ def check_metrics(name: str, metrics: Mapping[str, Any]) -> None:
                 f"{name}: its metric {key!r} is {_got(x)}, wanted a tensor of real values or a number"
                 f"{'; hl.Term(...) measures a loss' * isinstance(x, tuple)}"
             )
+
+
+def _hint(x: Any) -> str:
+    if x is None:
+        return "; does it return its values?"
+    return "; do not reduce in the loss, use Term(reduction=...)" if isinstance(x, Tensor) and x.ndim == 0 else ""
 
 
 def _got(x: Any) -> str:

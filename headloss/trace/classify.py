@@ -168,7 +168,7 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
             continue
         elif not (_rowwise(node, name, R, S) or _within_rows(node, name, R, S) or _look_up(node, name, R, S)):
             return "batch", f"{name} mixes rows"
-    return ("segment", f"rows meet through {through}") if through else ("row", "element-wise")
+    return ("segment", f"combines rows through {through}") if through else ("row", "element-wise")
 
 
 def changed_under_another_name(graph: fx.Graph, but: Iterable[str] = ()) -> str | None:

@@ -144,10 +144,9 @@ def _check_paths(terms: Sequence[Any], ways: Mapping[str, Reach]) -> None:
         if some and t.trace.reach is None and not way.lost:
             _say_once((fn, None), f"{label}: has no gradient in this call; it reads facts detached, or none")
             continue
-        what = f"it reaches {way.lost[0].name!r}, which has none" if way.lost else "no fact or input is reached"
+        what = f"it reaches {way.lost[0].name!r}, which has none" if way.lost else "it reaches no fact and no input"
         raise ValueError(
-            f"{label}: has no gradient: {what}.  A number that is only watched belongs in metrics=...; "
-            f"weight=0 switches a term off"
+            f"{label}: has no gradient: {what}.  A number to log belongs in metrics=...; weight=0 switches a term off"
         )
 
 

@@ -83,6 +83,8 @@ ALIASES = {  # what other libraries call our inputs
     "ref_per_token_logps": "ref_logprob",
     "labels": "targets",
     "target": "targets",
+    "mean": "token_mean",
+    "sum": "token_sum",
     "logp": "logprob",
     "log_prob": "logprob",
     "cu_seqlens": "segments",

@@ -152,7 +152,7 @@ def test_an_objective(how):
         source = hl.Linear(*leaves, softcap=5.0, memory=memory)
         if backend == "triton":
             told = objective.explain(source, targets, **call).launches
-            inside = {"inside": "one launch a visit", "segments": "one that settles", "both": "one launch a visit"}
+            inside = {"inside": "one launch per chunk", "segments": "one that settles", "both": "one launch per chunk"}
             assert inside.get(how, "each row keeps some columns") in told or how == "dropped"
         out = objective(source, targets, **call)
         numbers = [out.loss.detach(), *(torch.as_tensor(float(m)) for m in out.metrics.values())]

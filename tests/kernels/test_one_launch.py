@@ -82,7 +82,7 @@ def both(kind, batch, call=lambda o, s, b: o(s, b.targets, **b.inputs), **source
 def test_equals_the_torch_backend(kind, ignored, host_read):
     batch = Batch(ignored)
     plan = mix("triton").explain(batch.source(kind)[0], batch.targets, **batch.inputs)
-    assert plan.launches.startswith("one launch a visit"), plan.launches
+    assert plan.launches.startswith("one launch per chunk"), plan.launches
     both(kind, batch, lambda o, s, b: o(s, b.targets, host_read=host_read, **b.inputs))
 
 
@@ -203,7 +203,8 @@ def test_the_likeliest_column_at_two_temperatures():
         out = objective(source, batch.targets)
         out.loss.backward()
         found.append((out, leaves[0].grad))
-        assert backend == "torch" or objective.explain(source, batch.targets).launches.startswith("one launch a visit")
+        launches = objective.explain(source, batch.targets).launches
+        assert backend == "torch" or launches.startswith("one launch per chunk")
     compare(found[0][0], found[1][0])
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
 
@@ -353,7 +354,7 @@ def test_few_rows_with_a_teacher_take_one_launch(loss, monkeypatch):
     terms = {"ce": hl.losses.cross_entropy, "kd": hl.losses.LOSSES[loss]}
     taught = hl.Objective(**terms, backend="triton").explain(hl.Logits(logits), targets, teacher=hl.Logits(logits))
     alone = hl.Objective(ce=hl.losses.cross_entropy, backend="triton").explain(hl.Logits(logits), targets)
-    assert taught.launches == "one launch a visit: the loss runs inside the sweep" != alone.launches
+    assert taught.launches == "one launch per chunk: the loss runs inside the sweep" != alone.launches
     assert "so few rows" in alone.launches
 
 

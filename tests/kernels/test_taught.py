@@ -76,7 +76,7 @@ def both(batch, terms, kind="Logits", teacher="Logits", metrics=(), told=None, t
         inputs["teacher"] = batch.teacher(teacher, dtype, **(told or {}))
         if backend == "triton":
             plan = objective.explain(opened, batch.targets, **inputs)
-            assert plan.launches.startswith("one launch a visit"), plan.launches
+            assert plan.launches.startswith("one launch per chunk"), plan.launches
         out = objective(opened, batch.targets, **inputs)
         out.loss.backward()
         found.append((out, [x.grad for x in leaves]))
@@ -398,7 +398,7 @@ def test_metrics_on_ids_that_mix_rows_are_no_part_of_the_program(k):
             source, told = hl.Logits(batch.logits.clone().requires_grad_()), batch.teacher("ids", torch.float32)
             if backend == "triton" and printed is not None:
                 plan = objective.explain(source, batch.targets, teacher=told)
-                assert plan.launches.startswith("one launch a visit") == printed, plan.launches
+                assert plan.launches.startswith("one launch per chunk") == printed, plan.launches
             found[backend] = objective(source, batch.targets, teacher=told).metrics[metric.__name__].value
         torch.testing.assert_close(found["triton"], found["torch"], rtol=1e-4, atol=1e-5)
 
@@ -419,7 +419,7 @@ def test_a_teacher_that_no_term_looks_at_decides_nothing():
     told = {"a": hl.Logits(batch.said), "b": hl.Logits(batch.said[:, :30])}
     objective = hl.Objective(**terms, backend="triton")
     plan = objective.explain(hl.Logits(batch.logits), batch.targets, teacher=told)
-    assert plan.launches.startswith("one launch a visit")
+    assert plan.launches.startswith("one launch per chunk")
 
 
 def bessel(logp, logq):

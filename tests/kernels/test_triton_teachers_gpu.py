@@ -122,7 +122,7 @@ def test_one_launch_small_and_odd(kind, v):
             leaf = (x.to(dtype).to(leaf.dtype))[:, 1 : v + 1].detach().requires_grad_()
             source = hl.Logits(leaf, softcap=20.0)
             if backend == "triton":
-                assert objective.explain(source, targets, teacher=told).launches.startswith("one launch a visit")
+                assert objective.explain(source, targets, teacher=told).launches.startswith("one launch per chunk")
             elif kind == "dense":
                 told = hl.Logits(u.to(dtype).double(), temperature=0.7, softcap=9.0)
             else:

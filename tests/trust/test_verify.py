@@ -392,16 +392,18 @@ def test_the_report():
     report = hl.verify(hl.Objective(ce=cross_entropy), hl.Logits(x["logits"]), targets, rows=16)
     lines = str(report).splitlines()
     assert lines[0].split() == ["quantity", "difference", "allowed"]
-    assert lines[-1].startswith("all right; 16 of 50 rows; backend torch, ") and lines[-1].endswith("(ce: row)")
+    assert lines[-1].startswith("all right; 16 of 50 rows; ce: row; backend torch; gradients in the same pass")
     told = json.loads(json.dumps(report.as_data()))
     assert told["ok"] and told["rows"] == "16 of 50 rows" and all(c["ok"] for c in told["compared"])
+    slope = hl.Objective(nan=lambda logprob: (logprob - logprob).sqrt() - logprob)  # whose slope at 0 is no number
+    assert "NaN in plain PyTorch too" in str(hl.verify(slope, hl.Logits(x["logits"]), targets, rows=16))
 
 
 def test_refusals():
     targets, x = data()
     objective, source = hl.Objective(ce=cross_entropy), hl.Logits(x["logits"])
     for rows in (0, -1, True, 2.5):
-        with pytest.raises(ValueError, match="rows: wanted how many rows to take"):
+        with pytest.raises(ValueError, match="rows: wanted a number of rows"):
             hl.verify(objective, source, targets, rows=rows)
     with pytest.raises(TypeError, match="advantages: no loss asks for this input"):
         hl.verify(objective, source, targets, advantages=x["advantage"])
