@@ -15,8 +15,8 @@ import headloss as hl
 ROOT = Path(__file__).parent.parent
 GROUPS = {
     "The objective": ("Objective", "Term", "Output", "Facts", "Grads"),
-    "Where the logits come from": ("Linear", "Logits", "Sparse", "VocabShard"),
-    "Facts without an objective": ("row_facts",),
+    "Where the logits come from": ("Linear", "Logits", "Sparse", "Routed", "VocabShard", "Support"),
+    "Facts without an objective": ("row_facts", "topk"),
     "Rows, sequences, counts": ("shift_labels", "Segments", "count", "prepare", "Prepared"),
     "Inputs": ("Inputs", "PerRow", "PerSegment", "Whole"),
     "Metrics": ("Metric", "Meter"),
@@ -32,14 +32,16 @@ STACKS = {
     "fast_llm": ("Fast-LLM", "fast_llm.md"),
 }
 INNER = {  # methods that the package itself needs
-    "Objective.labels", "Objective.is_portable", "Term.call", "Term.content", "Linear.gemm_dtype", "Linear.narrow",
+    "Objective.labels", "Objective.is_portable", "Term.call", "Term.content", "Term.row_weights", "Linear.gemm_dtype",
+    "Linear.is_fp16", "Linear.room", "VocabShard.columns", "Prepared.in_columns", "Routed.known", "Support.known",
+    "Support.check_written", "Support.check_call", "FastLLMLosses.name", "FastLLMLosses.metrics",
     "Linear.row_bytes", "Linear.chunk_rows", "Linear.columns", "Logits.columns", "Segments.fitted",
     "Segments.local_counts", "Segments.counts_here", "Prepared.numbers", "Prepared.known", "Metric.parts",
 }  # fmt: skip
 HEADER = (
-    "# API\n\nMade by `make docs` from the docstrings. `import headloss as hl`; every name below is `hl.name`, and "
-    "nothing else of the package is promised to stay. The losses are on [a page of their own](losses.md): "
-    "`from headloss.losses import cross_entropy`, or `hl.losses.LOSSES` for all of them by name.\n"
+    "# API\n\nMade by `make docs` from the docstrings. `import headloss as hl`; only names on this page are stable. "
+    "The losses are on [another page](losses.md): `from headloss.losses import cross_entropy`, or "
+    "`hl.losses.LOSSES` for all of them by name.\n"
 )
 Node = ast.ClassDef | ast.FunctionDef
 
@@ -53,6 +55,11 @@ def page() -> str:
         for name in names:
             found = getattr(hl, name)
             lines += _entry(f"hl.{name}", found.__name__, Path(inspect.getfile(found)))
+    weights = ROOT / "headloss" / "row_weights.py"
+    lines.append("\n## Row weights\n\nFor `hl.Term(row_weight=...)`; `from headloss.row_weights import truncate`.\n")
+    lines.append(prose(ast.get_docstring(ast.parse(weights.read_text()), clean=False) or ""))
+    for name in _nodes(weights):
+        lines += [] if name.startswith("_") else _entry(name, name, weights)
     lines.append("\n## Integrations\n\nWhat the pages of [your stack](huggingface.md) import.\n")
     for module, (title, link) in STACKS.items():
         lines.append(f"\n### {title}\n\n`from headloss.integrations.{module} import ...`; [its page]({link}).\n")
@@ -77,7 +84,8 @@ def _entry(title: str, name: str, *files: Path, level: int = 3) -> Iterator[str]
     elif fields and _is_record(node):
         text = next(file for file in files if name in _nodes(file)).read_text()
         text = re.sub(r"  # type: ignore.*", "", text).splitlines()
-        yield _fence("python", [f"{title}(", *(f"    {text[n.lineno - 1].strip()}" for n in fields), ")"])
+        said = [re.sub(r"(?=  #|$)", ",", text[n.lineno - 1].strip(), count=1) for n in fields]
+        yield _fence("python", [f"{title}(", *(f"    {line}" for line in said), ")"])
     yield prose(ast.get_docstring(node) or "")
     for method in own.values():
         public = method.name == "__call__" or not method.name.startswith("_")
@@ -116,7 +124,7 @@ def _is_record(node: ast.ClassDef) -> bool:
 def _signature(title: str, node: ast.FunctionDef) -> str:
     """One line if it fits, otherwise a parameter per line."""
     back = f" -> {ast.unparse(node.returns)}" if node.returns is not None and node.name != "__init__" else ""
-    given = [a for a in _arguments(node.args) if a not in ("self", "cls", "*unnamed: Any")]
+    given = ["*" if a == "*unnamed: Any" else a for a in _arguments(node.args) if a not in ("self", "cls")]
     given = given[1:] if given[:1] == ["/"] else given
     line = f"{title}({', '.join(given)}){back}"
     return _fence("python", [line] if len(line) <= 100 else [f"{title}(", *(f"    {a}," for a in given), f"){back}"])
@@ -152,8 +160,12 @@ def prose(text: str) -> str:
         elif any(re.match(r"\s*\S+( \S+)?\s{2,}\S", line) and not re.match(r"\S.*\.  \S", line) for line in lines):
             made.append(_fence("text", lines))
         else:
-            made.append(" ".join(line.strip() for line in lines).replace("|", "\\|").replace("*", "\\*") + "\n")
+            made.append(re.sub(r"`[^`]*`|[|*]", _escaped, " ".join(line.strip() for line in lines)) + "\n")
     return "\n" + "\n".join(made)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0] if found[0].startswith("`") else f"\\{found[0]}"
 
 
 def _fence(kind: str, lines: list[str]) -> str:

@@ -1,9 +1,9 @@
-"""Distill from stored top-K log-probabilities: what K likeliest tokens per position are worth.
+"""Distill from stored top-K log-probabilities: how much the K likeliest tokens per position are worth.
 
     python examples/distill_top_k.py             # half a minute on a CPU; on a GPU it uses that
 
-A teacher's K likeliest tokens of every position are written to a file and read back, as one would do with those of a
-large model that read a corpus once.  Students learn from K = 1, 4 and 16 of them, and from the teacher's whole softmax.
+A teacher's K likeliest tokens per position are written to a file and read back, as you would do with a large model that
+reads a corpus once.  Students learn from K = 1, 4 and 16 of them, and from the teacher's whole softmax.
 A plot needs matplotlib.
 """
 
@@ -34,7 +34,7 @@ class Student(nn.Module):
 
 
 def store(logits: Tensor, k: int, path: Path) -> int:
-    """The K likeliest ids and their log-probabilities of every context: what lies on disk.  Its size in bytes."""
+    """The K likeliest ids and their log-probabilities of every context: the file on disk.  Its size in bytes."""
     logprobs, ids = logits.log_softmax(-1).topk(k)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"ids": ids.to(torch.int32), "logprobs": logprobs}, path)
@@ -87,8 +87,8 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
     for title, curve in curves.items():
         axes.plot(range(1, len(curve) + 1), curve, label=title, linestyle="--" if "whole" in title else "-")
-    axes.set(xlabel="step", ylabel="KL(teacher || student), nats per row", title="What a student sees of its teacher")
-    axes.set_yscale("log")
+    axes.set(xlabel="step", ylabel="KL(teacher || student), nats per row", title="Students of stored top-K tokens")
+    axes.set_ylim(bottom=0)
     axes.legend()
     figure.savefig(path, dpi=150)
     print(f"plot: {path}")

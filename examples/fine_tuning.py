@@ -1,10 +1,11 @@
-"""Fine-tune a model of Transformers with its loss made in the head: the same numbers, less memory.
+"""Fine-tune a model of Transformers with its loss computed in the head: the same numbers, less memory.
 
     python examples/fine_tuning.py                                    # a small Llama on a CPU, half a minute
     python examples/fine_tuning.py --model Qwen/Qwen3-0.6B --batch 8 --length 4096       # on a GPU, from the hub
 
-The model learns to continue the text of this repository's README, once as it is and once after `patch(model)`.  The two
-curves lie on each other; on a GPU the memory does not.  Needs transformers; a plot needs matplotlib.
+The model learns to continue the text of this repository's README, once unpatched and once after `patch(model)`.  The
+two loss curves are the same; on a GPU, the patched model uses less memory.  Needs transformers; a plot needs
+matplotlib.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def main() -> None:
     model, tokens = model_and_tokens(args.model, device)
     plain = copy.deepcopy(model)
     curves, peaks = {}, {}
-    for title, candidate in (("as it is", plain), ("patched ", patch(model, OBJECTIVE))):
+    for title, candidate in (("original", plain), ("patched ", patch(model, OBJECTIVE))):
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         curves[title] = train(candidate, tokens, args, title)
@@ -71,7 +72,7 @@ def main() -> None:
     furthest = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
     print(f"the two losses differ by {furthest:.1e} at most")
     for title, peak in peaks.items():
-        print(f"{title}  peak memory {peak:.2f} GiB" if peak is not None else f"{title}  (memory is measured on a GPU)")
+        print(f"{title}  peak memory {peak:.2f} GiB" if peak is not None else f"{title}  peak memory: only on a GPU")
     print({name: round(float(metric), 4) for name, metric in model.headloss.last.metrics.items()})
     draw(curves, args.out / "fine_tuning.png")
 

@@ -1,20 +1,21 @@
-"""GRPO with TRL's trainer, its loss made in the head.
+"""GRPO with TRL's trainer, with the loss computed in the head.
 
     python examples/grpo_trl.py                                       # a small Llama on a CPU, under a minute
     python examples/grpo_trl.py --model Qwen/Qwen3-0.6B --batch 32    # on a GPU, from the hub
 
-The reward is the fraction of an answer's words that have an even number.  `objective=` is any policy loss of headloss;
-without it TRL's own loss runs on log-probabilities that the head makes.  Needs trl; a plot needs matplotlib.
+The reward is the fraction of an answer's words that have an even number.  `objective=` takes any policy loss of
+headloss; without it, TRL's own loss runs on log-probabilities from the head.  Needs trl; a plot needs matplotlib.
 """
 
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from trl import GRPOConfig
 
 import headloss as hl
@@ -41,6 +42,15 @@ def small_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     return LlamaForCausalLM(config), tokenizer
 
 
+class Progress(TrainerCallback):
+    """Print a line ten times in a run."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "reward" in logs and state.global_step % max(1, state.max_steps // 10) == 0:
+            now = f"reward {float(logs['reward']):.3f}  entropy {float(logs['entropy']):.3f}"
+            print(f"step {state.global_step:4d} of {state.max_steps}  {now}", flush=True)
+
+
 def even_words(completions: list[str], **_: object) -> list[float]:
     return [sum(word[-1] in "02468" for word in text.split()) / max(1, len(text.split())) for text in completions]
 
@@ -57,16 +67,16 @@ def main() -> None:
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(), max_steps=args.steps, logging_steps=1, per_device_train_batch_size=args.batch,
         num_generations=8, max_completion_length=length, learning_rate=rate,
-        report_to=[], save_strategy="no", use_cpu=on_cpu, bf16=not on_cpu,
+        report_to=[], save_strategy="no", use_cpu=on_cpu, bf16=not on_cpu, disable_tqdm=True,
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=model, processing_class=tokenizer, reward_funcs=even_words, args=config, objective=OBJECTIVE,
         train_dataset=Dataset.from_list([{"prompt": f"w{i} w{i + 1}"} for i in range(3, 60)]),
     )  # fmt: skip
-    trainer.train()  # TRL's own progress bar and log
+    trainer.remove_callback(PrinterCallback)  # it prints all metrics at each step
+    trainer.add_callback(Progress())
+    trainer.train()
     history = [line for line in trainer.state.log_history if "reward" in line]
-    for line in history[:: max(1, len(history) // 10)]:
-        print(f"step {line['step']:4d}  reward {line['reward']:.3f}  entropy {line['entropy']:.3f}")
     draw(history, args.out / "grpo_trl.png")
 
 

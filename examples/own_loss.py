@@ -2,8 +2,8 @@
 
     python examples/own_loss.py                  # ten seconds on a CPU; on a GPU it uses that
 
-The loss is a policy gradient that cares less about tokens the model is sure of anyway.  `hl.verify` holds it to the
-same function on dense float64 logits before the first step.  Then a small model learns which token earns a reward.  A
+The loss is a policy gradient with less weight on tokens that the model is sure of.  Before the first step, `hl.verify`
+compares it with the same function on dense float64 logits.  Then a small model learns which token earns a reward.  A
 plot needs matplotlib.
 """
 

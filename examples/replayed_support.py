@@ -1,10 +1,10 @@
-"""Top-p sampling, and a trainer that knows what was kept: the mismatch between the two is 0.
+"""Top-p sampling, and a trainer that knows which columns were kept: the two agree.
 
     python examples/replayed_support.py          # half a minute on a CPU; on a GPU it uses that
 
-A small model is sampled with top-p 0.9 and trained by GRPO twice: once with the softmax over the whole vocabulary, as
-trainers have it, and once over the columns that the sampler kept, `support=`.  The first takes every token for less
-likely than the sampler did, before a single step was made.  A plot needs matplotlib.
+A small model is sampled with top-p 0.9 and trained with GRPO twice: once with the softmax over the whole vocabulary, as
+in most trainers, and once over the columns that the sampler kept, `support=`.  The first gives every token a lower
+probability than the sampler did, before the first step.  A plot needs matplotlib.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def train(steps: int, device: str, replay: bool) -> dict[str, list[float]]:
         curves["reward"].append(float(reward.mean()))
         if step % max(1, steps // 5) == 0:
             how = "with the support   " if replay else "without the support"
-            now = "  ".join(f"{name} {curve[-1]:.4f}" for name, curve in curves.items())
+            now = f"mismatch {abs(curves['mismatch'][-1]):.1e}  reward {curves['reward'][-1]:.4f}"
             print(f"{how}  step {step:4d} of {steps}  {now}", flush=True)
     return curves
 

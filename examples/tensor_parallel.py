@@ -1,11 +1,14 @@
-"""A head whose vocabulary is split over ranks, trained next to the same head in one piece.
+"""A head whose vocabulary is split over ranks, trained next to the same head unsplit.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
 Every rank holds a part of the head's rows and sees the same batch.  Cross-entropy with label smoothing, z-loss, an
-entropy bonus and the metrics need one all-gather a chunk between them.  Each rank also trains an unsharded copy of the
-model, and after every step the two losses must agree.
+entropy bonus and the metrics share one all-gather per chunk.  Each rank also trains an unsharded copy of the model, and
+the two losses must agree at every step.
 """
+
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -59,6 +62,8 @@ def train(model: Model) -> list[hl.Output]:
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        sys.exit("start it on two processes: torchrun --nproc-per-node 2 examples/tensor_parallel.py")
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     say = print if dist.get_rank() == 0 else lambda *_: None

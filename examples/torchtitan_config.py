@@ -1,9 +1,9 @@
-"""torchtitan with a headloss objective: a config for its trainer, and the plan of its head before there is a GPU.
+"""torchtitan with a headloss objective: a config for its trainer, and the plan of its head, without a GPU.
 
     python examples/torchtitan_config.py --tokens 8192 --vocab 128256 --hidden 4096      # what the head will do
 
-`llama3_with_headloss()` goes where torchtitan looks for configs: copy this file to torchtitan's
-`models/llama3/config_registry.py` neighbours and start the trainer with its name, as for any of its own.
+To train with it, put `llama3_with_headloss()` where torchtitan looks for configs, next to those in its
+`models/llama3/config_registry.py`, and start the trainer with this name.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
     try:
         print(f"\ntorchtitan's config: {llama3_with_headloss().loss}")
     except ImportError as error:
-        print(f"\ntorchtitan is not installed here ({error}); the plan above needs headloss alone")
+        print(f"\ntorchtitan is not installed ({error}); the plan above does not need it")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class FusedLMHead(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **source_options: Any) -> FusedLMHead:
-        """The same head over the same Parameters: ties, state-dict keys and optimizers stay as they are."""
+        """The same head over the same Parameters: ties, state-dict keys and optimizers keep working."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: wanted an nn.Linear, got {type(linear).__name__}")
         _check_plain(linear)

@@ -4,9 +4,9 @@
     out = objective(hl.Linear(hidden, weight), targets)
     out.loss.backward()
 
-A call goes through three steps.  Plan: trace each term (cached), and classify how its rows meet.  Bind: check and lay
-out the arguments, and find the rows that count.  Sweep: compute facts, loss and gradients in the cheapest way that the
-classes allow.  Every call returns the same record.
+A call has three steps.  Plan: trace each term (cached), and classify it by the rows that it combines.  Bind: check and
+lay out the arguments, and find the rows that count (those not ignored).  Sweep: compute facts, loss and gradients in
+the cheapest way that the classes allow.  Every call returns the same record.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Objective(Terms):
     """Named terms over one softmax.  Immutable.
 
     A keyword is a term: a loss function, or a `Term` with weight, reduction and options.  `metrics` are names (a fact,
-    "accuracy", "perplexity", "dead_rows") or functions injected like a loss.  Call it with a source and targets; see
+    "accuracy", "perplexity", "dead_rows") or functions like a loss.  Call it with a source and targets; see
     `__call__`.
     """
 
@@ -111,12 +111,12 @@ class Objective(Terms):
                       `weights={name: 1 / their global sum}`
         num_segments  global number of segments, for the `seq_mean_...` reductions; by default those of this call
         weights       weights of terms for this call only, {"kl": beta}
-        grad_scale    multiplies every gradient, not the loss: passing a loss scale here costs nothing
+        grad_scale    multiplies all gradients but not the loss; a loss scale that is passed here costs nothing
         host_read     False: never wait for the targets; ignored rows are then masked, not dropped.  The same happens
-                      while a CUDA graph is captured, and on Logits wherever no loss needs the valid rows alone
-        teacher       what terms compare the student with: Logits, Linear or Sparse, or several by name; detached
-        ids           (rows, K) columns of each row, -1 for none: the facts `ids_logprob` and `ids_logit`, -inf for none
-        support       the columns that each row keeps: the softmax is over those alone, except in terms with
+                      while a CUDA graph is captured, and on Logits unless a loss needs the valid rows only
+        teacher       Logits, Linear or Sparse to compare with, or several in a dict by name; gets no gradient
+        ids           (rows, K) columns per row, padded with -1, for the facts `ids_logprob` and `ids_logit`
+        support       the columns that each row keeps: the softmax is over those only, except in terms with
                       `support="all"`.  A target that its row does not keep is added, and counted in `support_missing`
         inputs        what the losses ask for: of the targets' shape, (S,), scalar, or in PerRow, PerSegment or Whole
         """
@@ -272,7 +272,7 @@ def row_facts(
     backend: str = "auto",
     host_read: bool = True,
 ) -> Facts:
-    """Differentiable facts per row, in the targets' shape, for any PyTorch code you like.
+    """Differentiable facts per row, in the targets' shape, for use in any PyTorch code.
 
     `want` has names, or (name, temperature); with several teachers, (name, temperature or None, teacher's name).
     `ids`: (rows, K) columns per row, -1 for none, at which `ids_logprob` and `ids_logit` can be asked for.

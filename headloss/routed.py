@@ -15,7 +15,7 @@ from headloss.writes import holds, lasting, stamp
 
 
 class Routed:
-    """One teacher per row: `route` has the number of each row's teacher, in their order, or -1 for none.
+    """One teacher per row: `route` has the index of each row's teacher in `teachers`, or -1 for none.
 
     Each teacher's head runs on its own rows alone.  A row without a teacher has weight 0 in terms that use one.
     Each teacher comes with hidden states, or logits, for all rows; those of other teachers' rows may be anything.

@@ -4,9 +4,9 @@
     hl.Term(gspo, row_weight=drop_segments(0.5, 2.0))  # drop sequences on which the two policies differ too much
     hl.Term(grpo, row_weight=[truncate(2.0), off_policy_mask(0.1), "loss_mask"])  # several multiply
 
-Each factory returns a plain function that is injected like a loss and never differentiated.  Its numbers are captured
-floats, so equal weights share one trace.  It returns the weight and, as a loss does, metrics, which come back as
-`rl/truncated/cut_fraction`; your own functions may return the weight alone.
+Each factory returns a plain function with the parameters of a loss; it is never differentiated.  Its numbers are
+captured floats, so equal weights share one trace.  It returns the weight and metrics, which come back under names such
+as `rl/truncated/cut_fraction`; your own functions may return the weight alone.
 
 The sampler weight of a token is w = exp(old_logprob - sampler_logprob): `sampler_logprob` comes from the engine that
 generated the text, `old_logprob` from the trainer's copy of the same policy (by default, the policy of this call).
@@ -84,10 +84,10 @@ def reject(
 
     With d = log w, token by token:
 
-    estimator   "k1": -d    "k2": d^2 / 2    "k3": e^d - 1 - d
+    estimator   "k1" is -d, "k2" d^2 / 2, "k3" e^d - 1 - d
     reverse     estimate KL(trainer || sampler): -d in place of d
-    level       "token": its own; "segment": the sum over its segment, "segment_mean": the mean, "segment_max": the
-                largest, which then decides for all tokens of the segment
+    level       "token": each token's own; or one for all tokens of a segment: "segment" its sum, "segment_mean" its
+                mean, "segment_max" its largest
     """
     if math.isnan(high) or not low <= high:
         raise ValueError(f"low, high: wanted low <= high, got {low} and {high}")
@@ -110,8 +110,8 @@ def reject(
 
 
 def second_moment(most: float) -> Callable[..., Weighed]:
-    """1 for the tokens of this call with the smallest (log w)^2, as many as keep its mean below `most`, and 0 for the
-    others: the second moment of the ratio as a trust region (M2PO, Zheng et al. 2025).  Keeps at least one token.
+    """1 for as many tokens of this call with the smallest (log w)^2 as keep its mean below `most`, 0 for the others:
+    the second moment of the ratio as a trust region (M2PO, Zheng et al. 2025).  Keeps at least one token.
     """
     if not most > 0:
         raise ValueError(f"most: wanted most > 0, got {most}")
@@ -143,10 +143,10 @@ def wpo() -> Callable[..., Tensor]:
 
 
 def off_policy_mask(most: float) -> Callable[..., Weighed]:
-    """0 for tokens of negative advantage in segments where mean(sampler_logprob - logprob) > most, else 1: does not
-    learn from bad samples that the policy would hardly produce any more (DeepSeek-V3.2, 2025).
+    """0 for tokens of negative advantage in segments where mean(sampler_logprob - logprob) > most, else 1: do not
+    learn from bad samples that the policy now rarely produces (DeepSeek-V3.2, 2025).
 
-    Without `sampler_logprob`, `old_logprob` takes its place.
+    Without `sampler_logprob`, `old_logprob` is used.
     """
     if not most >= 0:
         raise ValueError(f"most: wanted most >= 0, got {most}")
@@ -185,8 +185,8 @@ def top_entropy(fraction: float) -> Callable[..., Weighed]:
 
 
 def likely(low: float, high: float = 1.0) -> Callable[..., Weighed]:
-    """1 for tokens whose probability lies in [low, high], 0 for the others: fine-tuning that skips what the model would
-    hardly say (ProFit, Liu et al. 2026), or with `high` what it says anyway.
+    """1 for tokens whose probability lies in [low, high], 0 for the others: fine-tuning without tokens that
+    the model finds unlikely (ProFit, Liu et al. 2026), or with `high` without those it already finds likely.
     """
     low, high = _range(low, high)
 
@@ -204,7 +204,7 @@ def settled(fraction: float, *, by: str = "either") -> Callable[..., Weighed]:
     q) from the teacher, else 1: fine-tuning that skips tokens where the model is unsure or has moved away from its
     reference (EKSFT, Liu et al. 2026).
 
-    by   "either": leave out a token that is in one of the two groups; "both": only one that is in both
+    by   "either": leave out tokens in either group; "both": only tokens in both
     """
     fraction = float(fraction)
     if not 0 <= fraction <= 1:

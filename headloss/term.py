@@ -52,7 +52,7 @@ class Term(Immutable):
     length       the constant that `seq_mean_token_sum_norm` divides by
     reduction_segments   the name of an input, `hl.Segments`, that a `seq_...` reduction uses in place of the
                  call's segments: for a loss of responses that is averaged by prompt
-    row_weight   the name of an input, or a function injected like a loss, or several, which multiply; never
+    row_weight   an input's name, a function with the parameters of a loss, or a list, which multiply; never
                  differentiated.  A row of weight 0 is left out
     temperature  replaces the source's temperature for this term, and the teacher's; it adds no factor T^2
     facts        facts at temperatures of their own, {"hot_entropy": ("entropy", 2.0)}

@@ -1,4 +1,4 @@
-"""`make demo`: teach, distill, reinforce, compare; every loss through headloss.  Each chapter is a function."""
+"""`make demo`: train, distill, reinforce, compare, all with headloss.  Each chapter is a function."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ class Results(NamedTuple):
 
 
 def command(
-    fast: Annotated[bool, typer.Option("--fast", help="Everything smaller, for half a minute instead of two.")] = False,
-    seed: Annotated[int, typer.Option(help="Random seed of the models, the prompts and the samples.")] = 0,
+    fast: Annotated[bool, typer.Option("--fast", help="Smaller models and no timing: half a minute, not two.")] = False,
+    seed: Annotated[int, typer.Option(help="Random seed of models, prompts and samples.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the page and the picture.")] = Path("out/demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print only the final numbers, as JSON.")] = False,
 ) -> None:
-    """Teach, distill from a top-K teacher, reinforce with GSPO, and compare fused with separate losses."""
+    """Train a teacher, distill its top K into a student, improve that with GSPO, compare fused with separate losses."""
     size = FAST if fast else FULL
     start = time.perf_counter()
     console = Console(highlight=False, stderr=as_json)
@@ -102,9 +102,9 @@ def command(
     tables = (_models(results), _ways(results, size))
     for table in tables:
         console.print(Padding(_rich(table), (0, 0, 0, 1), expand=False))
-    console.print(" [dim]speed and memory are relative to separate losses, errors to float64;[/]")
-    untimed = "" if size.timed else "; too small to time: run without --fast"
-    console.print(f" [dim]MiB is the most allocated beyond the inputs{untimed}[/]\n")
+    console.print(" [dim]speed and memory compare with separate losses, errors with float64;[/]")
+    untimed = "" if size.timed else "; no times with --fast"
+    console.print(f" [dim]MiB is the peak beyond the inputs{untimed}[/]\n")
     seconds = time.perf_counter() - start
     story = _story(results, tables, size, f"seed {seed}, {seconds:.0f} s")
     files = _write(console, out, story)
@@ -167,7 +167,7 @@ def _ways(results: Results, size: Size) -> list[list[str]]:
     rows = [[f"{N} rows x {V}", "ms", "speed", "MiB", "memory", "loss err", "grad err"]]
     first = results.ways[0]
     for way in results.ways:
-        speed, less = f"{first.seconds / way.seconds:.1f}x", f"1/{first.peak / way.peak:.1f}"
+        speed, less = f"{first.seconds / way.seconds:.1f}x", f"{way.peak / first.peak:.0%}"
         times = [f"{1e3 * way.seconds:.0f}", speed] if size.timed else ["-", "-"]
         errors = [f"{way.loss_error:.0e}", f"{way.grad_error:.0e}"]
         rows.append([way.name, *times, f"{way.peak / 2**20:.3g}", less, *errors])
@@ -192,6 +192,7 @@ def _numbers(results: Results) -> dict[str, Any]:
 
 
 def _story(results: Results, tables: Sequence[list[list[str]]], size: Size, run: str) -> page.Story:
+    threads = torch.get_num_threads()
     return page.Story(
         version=hl.__version__,
         digits=size.digits,
@@ -202,8 +203,8 @@ def _story(results: Results, tables: Sequence[list[list[str]]], size: Size, run:
         ways=results.ways,
         timed=size.timed,
         tables=tables,
-        footer=f"headloss demo, {run}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads. "
-        "Speed and memory are relative to separate losses, errors to float64; MiB is the most held beyond the inputs.",
+        footer=f"headloss demo, {run}, torch {torch.__version__}, {threads} CPU thread{'s' * (threads != 1)}. "
+        "Speed and memory compare with separate losses, errors with float64; MiB is the peak beyond the inputs.",
     )
 
 
@@ -228,7 +229,9 @@ def _opening(console: Console, size: Size) -> None:
     console.print(Padding(panel, (0, 1), expand=False))
     example = Sorting(size.digits).prompts(1, torch.Generator().manual_seed(5))
     shown, ordered = (" ".join(map(str, x.tolist())) for x in (example[0, 1:-1], example[0, 1:-1].sort().values))
-    console.print(f"\n [bold cyan]The task[/]      {shown} -> {ordered}, from answers with {NOISE:.0%} random digits")
+    console.print(
+        f"\n [bold cyan]The task[/]      sort {shown} -> {ordered}; {NOISE:.0%} of the training digits are random"
+    )
 
 
 def _chapter(console: Console, title: str, line: str) -> None:

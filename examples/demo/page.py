@@ -1,6 +1,6 @@
-"""What the demo saw, on one page: an HTML file that needs nothing else, and the same plots as a PNG.
+"""The results of the demo on one page: a self-contained HTML file, and the same plots as a PNG.
 
-Matplotlib draws; it is asked for here and nowhere else.
+Only this file needs matplotlib.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STYLE: Any = {
 
 
 class Story(NamedTuple):
-    """All that the page shows."""
+    """Everything that the page shows."""
 
     version: str
     digits: int
@@ -167,7 +167,7 @@ def _curve(axes: Any, curves: Curves, name: str, label: str | None, colour: str,
 SECTIONS = (
     Section(
         "1  A teacher",
-        "Cross-entropy and 1e-4 z-loss on the written answers, through one <code>FusedLMHead</code>.",
+        "Cross-entropy and 1e-4 z-loss on the training answers, with one <code>FusedLMHead</code>.",
         (
             Panel("Cross-entropy", "step", "nats per token", _of_teacher(("ce", None, BLUE))),
             Panel(
@@ -175,8 +175,8 @@ SECTIONS = (
                 "step",
                 "squared nats",
                 _of_teacher(("z", None, ORANGE)),
-                "The square of the log of the softmax's denominator. It moves while the model learns; its small weight "
-                "keeps it from running away, but does not bring it to 0.",
+                "The square of the log of the softmax's denominator. Its small weight keeps it from running away but "
+                "does not bring it to 0.",
             ),
             Panel("Entropy of the softmax", "step", "nats per token", _of_teacher(("entropy", None, BLUE))),
             Panel(
@@ -193,17 +193,17 @@ SECTIONS = (
     ),
     Section(
         "2  Smaller students",
-        f"The same start, prompts and steps for each. One sees the teacher's {K} likeliest tokens and a bucket for the "
-        "rest (<code>hl.Sparse</code>), one the teacher's whole softmax (<code>hl.Linear</code>), both by forward KL; "
-        "one only the written answers, by cross-entropy.",
+        f"Three students with the same start, prompts and steps. One sees the teacher's {K} likeliest tokens and a "
+        "bucket for the rest (<code>hl.Sparse</code>), one the teacher's whole softmax (<code>hl.Linear</code>), both "
+        "with forward KL. The third sees only the training answers, with cross-entropy.",
         (
             Panel(
                 "Exact match of students",
                 "step",
                 "fraction of held-out prompts right",
                 _of_students("held out/exact_match", top=1.03),
-                f"One seed. With a vocabulary of 13 the top {K} hold nearly all that the teacher knows; which of the "
-                "two ends higher is chance, and changes with <code>--seed</code>.",
+                f"One seed. With a vocabulary of 13, the top {K} have nearly all of the teacher's probability; which "
+                "of the two ends higher is chance, and depends on <code>--seed</code>.",
             ),
             Panel("Cross-entropy of students", "step", "nats per held-out token", _of_students("held out/ce")),
             Panel("Entropy of students", "step", "nats per token", _of_students("entropy")),
@@ -211,8 +211,8 @@ SECTIONS = (
     ),
     Section(
         "3  GSPO on a reward that can be checked",
-        f"The top-{K} student answers each prompt several times; answers with more digits right than their siblings "
-        f"become likelier. An exact KL to the student it was, weight {TO_REFERENCE:g}, rides along in the same pass.",
+        f"The top-{K} student answers each prompt several times; answers with more correct digits than the others "
+        f"become likelier. The exact KL to the student before RL, weight {TO_REFERENCE:g}, comes from the same pass.",
         (
             Panel(
                 "Right answers",
@@ -229,7 +229,9 @@ SECTIONS = (
                 "KL",
                 "iteration",
                 "nats per token",
-                _of_policy(("kl", "to the student it was, exact", BLUE), ("rl/kl", "to the epoch before, k3", ORANGE)),
+                _of_policy(
+                    ("kl", "to the student before RL, exact", BLUE), ("rl/kl", "to the sampling policy, k3", ORANGE)
+                ),
             ),
             Panel(
                 f"Clipped: ratio beyond 1 ± {CLIP}",
@@ -242,9 +244,9 @@ SECTIONS = (
     ),
     Section(
         "4  Fused against separate",
-        "Cross-entropy, z-loss and an entropy bonus on one head: as three losses on the logits, as a careful hand "
-        "would write them with one softmax for all, and as one objective on the logits or straight on the hidden "
-        "states. On a CPU the matrix products take most of the time; a GPU gains more.",
+        "Cross-entropy, z-loss and an entropy bonus on one head: as three separate losses on the logits, written "
+        "carefully by hand with one shared softmax, and as one objective on the logits or on the hidden states. On a "
+        "CPU the matrix products take most of the time; a GPU gains more.",
         (
             Panel("Time, forward and backward", "ms", "", _time),
             Panel("Peak memory beyond the inputs", "MiB", "", _of_ways(lambda w: w.peak / 2**20, "{:.3g} MiB")),
@@ -290,9 +292,9 @@ def _html(story: Story, images: Mapping[str, bytes]) -> str:
         "<link rel='icon' href='data:,'>\n<title>headloss demo</title>\n",
         f"<style>{CSS}</style>\n</head>\n<body>\n<main>\n",
         f"<h1>headloss {html.escape(story.version)}</h1>\n<p class='lead'>{html.escape(_headline(story))}</p>\n",
-        f"<p>The task is to sort {story.digits} digits; in the answers to learn from, {story.noise:.0%} of the digits "
-        "were replaced by random ones. Every loss, metric and KL on this page is a plain function of a few facts about "
-        "each row of the head's softmax, which is read once.</p>\n",
+        f"<p>The task is to sort {story.digits} digits; {story.noise:.0%} of the digits in the training answers are "
+        "random. Every loss, metric and KL on this page is a plain function of a few facts about each row of the "
+        "head's softmax, which is read once.</p>\n",
         f"<div class='models'>{models}</div>",
     ]
     for section in SECTIONS:
@@ -312,8 +314,9 @@ def _headline(story: Story) -> str:
     exact = "held out/exact_match"
     topk, dense = (story.students[k].last(exact) for k in ("top-K", "dense"))
     return (
-        f"The teacher sorts {story.teacher.last(exact):.0%}; its top {K} bring a student to {topk:.0%}, "
-        f"its whole softmax to {dense:.0%}; GSPO takes the first to {story.gspo.last(exact):.0%}."
+        f"The teacher sorts {story.teacher.last(exact):.0%} of new prompts. A student that learns from its top {K} "
+        f"tokens reaches {topk:.0%}, one that learns from its whole softmax {dense:.0%}. GSPO takes the first to "
+        f"{story.gspo.last(exact):.0%}."
     )
 
 

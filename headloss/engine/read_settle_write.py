@@ -1,10 +1,10 @@
-"""Calls whose losses take one launch between two sweeps, since rows meet in segments or ranks share the vocabulary.
+"""Calls whose losses run in one launch between two sweeps: rows are combined in segments, or ranks share a vocabulary.
 
 Dimension key:  R rows that count   C rows of a chunk   S segments
 
     read     sums over the vocabulary, chunk by chunk
     settle   merge ranks, find facts, losses, their sums and the coefficients of the gradient: one launch, with a
-             program for each segment or, if rows do not meet, for each run of rows
+             program for each segment or, if no rows are combined, for each run of rows
     write    the gradient, while the chunk's logits exist; without chunks, in a sweep of its own
 """
 

@@ -93,7 +93,7 @@ class HeadlossCallback(TrainerCallback):
     """Logs the objective's metrics next to the Trainer's own, over all micro-batches and ranks since the last time.
 
     `callbacks=[HeadlossCallback()]` writes to the log history and to what is printed;
-    `HeadlossCallback().add_to(trainer)` stands before the reporters, so that they see the metrics too.  A name that
+    `HeadlossCallback().add_to(trainer)` runs before the reporters, so that they see the metrics too.  A name that
     is taken becomes "headloss/name".  A step that was made without the objective raises.
     """
 

@@ -1,4 +1,4 @@
-"""Trace a term once into a graph of its values and gradients, and read off that graph how its rows meet.
+"""Trace a term once into a graph of its values and gradients, and read off that graph which rows it combines.
 
 Dimension key:  R rows that count   S segments
 
@@ -7,7 +7,7 @@ weight on each value, and the cotangents are those of the facts and of inputs th
 of the trace.  The graph runs chunk by chunk in the visit, and it shows the term's class:
 
     row       every operation is element-wise over rows        any chunk of rows will do
-    segment   rows meet only through `segments`                chunks must hold whole segments
+    segment   combines rows only through `segments`            chunks must hold whole segments
     batch     anything else                                    all rows' facts first, then the loss once
 
 A function that we may not trace (it reads something that can change, see `function_reads.py`) or cannot trace (it
@@ -66,7 +66,7 @@ class Trace(NamedTuple):
     metrics: Mapping[str, str] = {}  # "row", "segment" or "other" for each of its metrics
     sums: tuple[int, int] = (0, 0)  # how often it sums over segments, forward and backward
     reach: Reach | None = None  # where its gradient goes; None if untraced
-    apart: bool = False  # whether no rows meet in its loss, so that a row of weight 0 gets no gradient at all
+    apart: bool = False  # whether its loss combines no rows, so that a row of weight 0 gets no gradient at all
 
 
 def trace(

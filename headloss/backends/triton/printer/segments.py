@@ -1,4 +1,4 @@
-"""Prints the terms of an objective whose rows meet through segments as one function of a segment.
+"""Prints the terms of an objective that combine rows through segments as one function of a segment.
 
     segment(WALK, facts, inputs, y, numbers, seeds, vocab, known, count, inside)
 
