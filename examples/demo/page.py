@@ -314,9 +314,8 @@ def _headline(story: Story) -> str:
     exact = "held out/exact_match"
     topk, dense = (story.students[k].last(exact) for k in ("top-K", "dense"))
     return (
-        f"The teacher sorts {story.teacher.last(exact):.0%} of new prompts. A student that learns from its top {K} "
-        f"tokens reaches {topk:.0%}, one that learns from its whole softmax {dense:.0%}. GSPO takes the first to "
-        f"{story.gspo.last(exact):.0%}."
+        f"New prompts solved: the teacher {story.teacher.last(exact):.0%}, a student of its top {K} tokens {topk:.0%}, "
+        f"of its whole softmax {dense:.0%}; the first after GSPO {story.gspo.last(exact):.0%}."
     )
 
 
