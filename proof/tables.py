@@ -25,8 +25,8 @@ def faults() -> str:
     lines = [
         "# Every fault",
         "",
-        f"Made by `make docs` from {_link('mutants')}: each line is one small fault, seeded alone into a copy of the "
-        "package, and the first test that noticed. How this is done, and why, is in [How we know](trust.md).",
+        f"Made by `make docs` from {_link('mutants')}: each line is one small fault, put into a copy of the package, "
+        "and the first test that caught it. [How we know](trust.md) says how and why.",
         "",
         _about(record),
     ]
@@ -92,7 +92,7 @@ def _properties() -> str:
 
 
 def _soak() -> str:
-    lines = ["| | steps | minutes | NaN or inf | resident | allocated on the device | traces a hundred steps | fine |"]
+    lines = ["| | steps | minutes | NaN or inf | host memory | device memory | traces per 100 steps | passed |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|---|"]
     pictures = []
     for path in sorted(RESULTS.glob("soak_*.json")):
@@ -117,10 +117,12 @@ def _cold() -> str:
         if "cold" not in record:  # one process alone: the README has it
             continue
         cold, warm = record["cold"], record["warm"]
+        results = cold["different results"]
+        same = "all gave the same result" if results == 1 else f"they gave {results} different results"
+        most, later = (max(x["seconds of the calls"]) for x in (cold, warm))
         lines.append(
-            f"{record['processes']} processes on an empty cache ended after at most "
-            f"{max(cold['seconds of the calls']):.1f} s of calls ({max(warm['seconds of the calls']):.1f} s with the "
-            f"cache they left), {len(cold['failed'])} failed, {cold['different results']} result between them. "
+            f"Cold start: {record['processes']} processes on an empty Triton cache took at most {most:.1f} s for their "
+            f"calls ({later:.1f} s with the cache filled); {len(cold['failed'])} failed, and {same}. "
             f"{_about(record)} {_link(path.stem)}"
         )
     return "\n\n".join(lines)
@@ -158,16 +160,16 @@ def _suite() -> str:
             made.append(f"| {case[0]} | {case[1]:,} | {floor} | {' | '.join(_time(rows.get(w)) for w in ways)} |")
         made += [
             "",
-            "A cell is how many times the GEMMs alone, and GiB beyond the inputs; * further from float64 than twice "
-            "eager.",
+            "A cell: time as a multiple of the GEMMs alone, and GiB beyond the inputs; * an error of more than "
+            "twice eager's.",
         ]
         if record["left out"]:
-            made += ["", f"Left out for want of time: {', '.join(record['left out'])}."]
+            made += ["", f"Left out to save time: {', '.join(record['left out'])}."]
         grows: dict[str, list[str]] = collections.defaultdict(list)
         for r in record["scaling"]:
             place = r.get("losses", r.get("ranks", r.get(r["grows"])))
             grows[r["grows"]].append(f"{place:,}: {r['ratio']:.3f}×")
-        made += ["", "| headloss, times the GEMMs alone, as this grows | |", "|---|---|"] if grows else []
+        made += ["", "| headloss, as a multiple of the GEMMs alone, as this grows | |", "|---|---|"] if grows else []
         made += [f"| {what} | {', '.join(values)} |" for what, values in grows.items()]
     return "\n".join(made)
 

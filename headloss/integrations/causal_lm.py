@@ -130,7 +130,7 @@ def check_model(
         kind is None and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     )
     if not causal or getattr(model.config, "is_encoder_decoder", False):
-        raise TypeError(f"model: {name} is not a causal language model; headloss shifts labels for those alone")
+        raise TypeError(f"model: {name} is not a causal language model; headloss shifts labels for those only")
     head = model.get_output_embeddings()
     if head is None:
         raise TypeError(f"model: {name} has no output embedding (get_output_embeddings() is None)")
