@@ -56,7 +56,7 @@ def page() -> str:
             found = getattr(hl, name)
             lines += _entry(f"hl.{name}", found.__name__, Path(inspect.getfile(found)))
     weights = ROOT / "headloss" / "row_weights.py"
-    lines.append("\n## Row weights\n\nFor `hl.Term(row_weight=...)`; `from headloss.row_weights import truncate`.\n")
+    lines.append("\n## Row weights\n\nFor `hl.Term(row_weight=...)`, as `hl.row_weights.truncate(2.0)`.\n")
     lines.append(prose(ast.get_docstring(ast.parse(weights.read_text()), clean=False) or ""))
     for name in _nodes(weights):
         lines += [] if name.startswith("_") else _entry(name, name, weights)

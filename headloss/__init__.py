@@ -7,6 +7,7 @@ facts; autograd on small vectors gives the coefficients; one more sweep writes t
 from typing import TYPE_CHECKING
 
 from headloss import losses
+from headloss import row_weights as row_weights
 from headloss.checks.verify import Verification, verify
 from headloss.engine.layout import PerRow, PerSegment, Whole
 from headloss.labels import shift_labels

@@ -1,7 +1,7 @@
 """Row weights for policy terms: corrections and masks that look at several rows, or at another policy.
 
-    hl.Term(grpo, row_weight=truncate(2.0))            # sampler correction, token by token
-    hl.Term(gspo, row_weight=drop_segments(0.5, 2.0))  # drop sequences on which the two policies differ too much
+    hl.Term(grpo, row_weight=hl.row_weights.truncate(2.0))  # sampler correction, token by token
+    hl.Term(gspo, row_weight=drop_segments(0.5, 2.0))       # drop sequences on which the two policies differ too much
     hl.Term(grpo, row_weight=[truncate(2.0), off_policy_mask(0.1), "loss_mask"])  # several multiply
 
 Each factory returns a plain function with the parameters of a loss; it is never differentiated.  Its numbers are

@@ -131,8 +131,8 @@ class Term(Immutable):
             near = "; values per row are in out.facts" if reduction in ("none", None) else near
             raise ValueError(f"reduction: wanted one of {known}, got {shown(reduction)}{near}")
         if (length is not None) != (reduction == "seq_mean_token_sum_norm"):
-            only = "'seq_mean_token_sum_norm' divides by it, and no other reduction does"
-            raise ValueError(f"length: got {shown(length)} with reduction={reduction!r}; {only}")
+            why = "which divides by it" if length is None else "which does not use it; 'seq_mean_token_sum_norm' does"
+            raise ValueError(f"length: got {shown(length)} with reduction={reduction!r}, {why}")
         if reduction_segments is not None:
             check_reduced(fn, function_name(fn), reduction, reduction_segments, (*CALL, *FACTS))
         for name, value in (("length", length), ("temperature", temperature)):

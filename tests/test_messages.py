@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import pickle
 import re
 from typing import Any
@@ -82,6 +83,8 @@ def test_what_was_meant_is_suggested() -> None:
         call(lambda logprob, old_lp, old_lps=None: logprob - old_lp, old_lps=torch.zeros(4))
     with pytest.raises(TypeError, match=r"advantage: missing; .*passed: none$"):
         call(grpo)
+    with pytest.raises(TypeError, match=r"w: missing; .*mean_logprob, w \(row weight\); inputs passed: none"):
+        call(hl.Term(cross_entropy, row_weight="w"))
     with pytest.raises(TypeError, match="labels: missing; .*did you mean 'targets'"):
         call(lambda logprob, labels: -logprob)
     with pytest.raises(TypeError, match="logits: missing; .*a loss gets facts such as logprob, not logits"):
@@ -269,3 +272,8 @@ def test_a_pickled_objective_keeps_its_class() -> None:
 def test_a_thing_of_another_kind_is_named(call: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         call()
+
+
+def test_row_weights_come_with_the_package() -> None:
+    """Pages write `headloss.row_weights.truncate(2.0)`, and nobody imports a module to try a name."""
+    assert hl.row_weights.truncate is importlib.import_module("headloss.row_weights").truncate

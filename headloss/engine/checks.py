@@ -57,7 +57,8 @@ def check_inputs(
         for wanted in required:
             if given.get(wanted) is None and wanted not in teachers:
                 names = {p.takes or p.name: p.optional for s in call.signatures for p in s.parameters}
-                what = ", ".join(f"{name} (optional)" if optional else name for name, optional in names.items())
+                every = [f"{name} (optional)" if optional else name for name, optional in names.items()]
+                what = ", ".join([*every, *(f"{name} (row weight)" for name in call.weight_names)])
                 passed = ", ".join(f"{n} (None)" if x is None else n for n, x in given.items()) or "none"
                 others = [name for name in (*given, *FACTS, *MORE) if name != wanted]  # it may have been passed as None
                 near = suggest(wanted, others, cutoff=0.8)  # old_logprob is not a misspelt logprob
