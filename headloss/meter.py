@@ -27,6 +27,9 @@ class Meter:
     def __init__(self) -> None:
         self._held: dict[str, Metric] = {}
 
+    def __repr__(self) -> str:
+        return f"Meter({', '.join(self._held) or 'empty'})"
+
     def add(self, metrics: Mapping[str, Metric]) -> Meter:
         if not isinstance(metrics, Mapping):
             raise TypeError(f"metrics: wanted out.metrics, a mapping of names to metrics, got {type(metrics).__name__}")

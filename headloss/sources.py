@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.immutable import summary
 from headloss.options import check_temperatures, is_number, kind_of, shown
 from headloss.options import parse_bytes as parse_bytes
 from headloss.parallel.shard import VocabShard
@@ -24,7 +25,7 @@ from headloss.served import from_dataset, from_sglang, from_vllm
 from headloss.vocab_ids import check_vocab_ids
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Logits:
     """Logits that are stored in full: (..., V).
 
@@ -43,6 +44,7 @@ class Logits:
     inplace: bool = False
     vocab: int = None  # type: ignore[assignment]  # of the whole vocabulary, once it is made
     vocab_ids: Tensor | None = None
+    __repr__ = summary
 
     def __post_init__(self) -> None:
         x = self.logits
@@ -83,7 +85,7 @@ class Logits:
         return torch.promote_types(self.logits.dtype, torch.float32)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Linear:
     """Logits that are never stored in full, from hidden (..., D) and the head's weight (V, D) and bias (V,).
 
@@ -108,6 +110,7 @@ class Linear:
     weight_grad_into: str | None = None
     vocab: int = None  # type: ignore[assignment]  # of the whole vocabulary, once it is made
     vocab_ids: Tensor | None = None
+    __repr__ = summary
 
     def __post_init__(self) -> None:
         hidden, weight, bias = self.hidden, self.weight, self.bias
@@ -219,7 +222,7 @@ def padded(columns: int, on_cpu: bool = False) -> int:
 Source = Logits | Linear
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Sparse:
     """A teacher that names K columns per row: ids (..., K), padded with -1, and their log-probabilities (..., K).
 
@@ -229,6 +232,7 @@ class Sparse:
 
     ids: Tensor
     logprobs: Tensor
+    __repr__ = summary
 
     def __post_init__(self) -> None:
         for name, x in (("ids", self.ids), ("logprobs", self.logprobs)):

@@ -238,9 +238,8 @@ class Sweep:
 
     def _open(self) -> Any:
         self.close()
-        return open_source(
-            self.source, cost_of(self.teacher_rows, self.source, self.rows), most_rows(self.teacher_rows)
-        )
+        source, teachers = self.source, self.teacher_rows
+        return open_source(source, cost_of(teachers, source, self.rows), most_rows(teachers))
 
     def _blocks(self, head: Any) -> Iterator[Block]:
         for part in head.chunks(self.rows.count, self.rows.keep is not None) or [slice(0, 0)]:
@@ -356,9 +355,8 @@ class Sweep:
         """Facts or cotangents, with 0 in ignored rows and rows without a teacher, and `none` where an id is -1."""
         ignored = None if self.rows.valid is None else ~self.rows.valid[part]
         for fact, x in (values := dict(values)).items():
-            hidden = (
-                self.teacher_rows[fact.teacher].hides(fact.name, part) if fact.teacher in self.teacher_rows else None
-            )
+            teacher = None if fact.teacher is None else self.teacher_rows.get(fact.teacher)
+            hidden = None if teacher is None else teacher.hides(fact.name, part)
             x = x if hidden is None else x.masked_fill(hidden, none if hidden.ndim == 2 else 0)
             values[fact] = x if ignored is None else x.masked_fill(ignored if x.ndim == 1 else ignored[:, None], 0)
         return values

@@ -273,3 +273,15 @@ def test_options_of_a_head_are_checked_when_it_is_made(option: str, value: Any, 
 
 
 LINEAR = torch.nn.Linear(4, 5)
+
+
+def test_sources_are_printed_by_shape() -> None:
+    """Printing a source shows no values, which may be gigabytes, and leaves out what was not given."""
+    head = hl.Linear(torch.randn(4, 8), torch.randn(9, 8), temperature=torch.ones(4, dtype=torch.float64), softcap=30.0)
+    said = "hidden: (4, 8) float32 on cpu, weight: (9, 8) float32 on cpu, temperature: (4,) float64 on cpu"
+    assert repr(head) == f"Linear({said}, softcap=30.0, vocab=9)"
+    assert repr(hl.Logits(torch.randn(4, 9))) == "Logits(logits: (4, 9) float32 on cpu, vocab=9)"
+    sparse = hl.Sparse(torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 2))
+    assert repr(sparse) == "Sparse(ids: (4, 2) int64 on cpu, logprobs: (4, 2) float32 on cpu)"
+    out = objective(ce=cross_entropy)(hl.Logits(torch.randn(4, 9)), torch.arange(4))
+    assert repr(hl.Meter()) == "Meter(empty)" and "entropy" in repr(hl.Meter().add(out.metrics))
