@@ -912,6 +912,9 @@ FAULTS = [
     Fault("trace/trace.py", "    except (MemoryError, RecursionError, torch.OutOfMemoryError, Warning):", "    except ():", "a trace that ran out of memory is believed for ever", AROUND),
     Fault("trace/trace.py", "    if any(e.pure or e.reads().unknown for e in elements):", "    if False:", "a trace keeps a divergence alive", KEPT),
     # Autograd's contract
+    Fault("engine/run.py", "check_mark(ctx.mark, pending, sweep.want.facts, whole.source)", "pass", "a divergence is pulled on with what it reads by then", CONTRACT),
+    Fault("divergence.py", "if not found.unknown:\n            return torch.tensor(hash", "if True:\n            return torch.tensor(hash", "a pull does not see that an object which a divergence reads has changed", CONTRACT),
+    Fault("graph/ops.py", "check_mark(kept[n + 1], [want.facts[i] for i in which], want.facts, source)", "pass", "a graph pulls on a divergence with what it reads by then", COMPILED),
     Fault("engine/autograd_contract.py", "= [*tensors]\n", "= [*tensors[:read]]\n", "an input changed in place before the backward goes unnoticed", CONTRACT),
     Fault("engine/autograd_contract.py", "    return seal(found, (*saved[: ctx.held[1]], *grads))", "    return found", "a second derivative takes the gradient for a constant", CONTRACT),
     Fault("engine/autograd_contract.py", "    return seal(found, (*saved[: ctx.held[1]], *grads))", "    return seal(found, grads)", "a second derivative raises only if the incoming gradient needs one", CONTRACT),
