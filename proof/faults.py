@@ -427,6 +427,8 @@ FAULTS = [
     Fault("engine/checks.py", "given[name] = given.get(name, False) or name not in", "given[name] = True or name not in", "an input that requires grad gets none, in silence", ("tests/trust/test_constant_inputs.py",)),
     Fault("engine/loss.py", "check_constants([n for n in self.wants_grad if n not in by_input], [t.call for t in self.terms])", "pass", "an input of an untraced loss gets no gradient, in silence", ("tests/trust/test_constant_inputs.py",)),
     # Metrics
+    Fault("record.py", "self._values, self._later = _by_key(later()), None", "self._values = _by_key(later())\n                del self._later", "two threads that read facts first hinder each other", ("tests/trust/test_threads.py",)),
+    Fault("metrics.py", "            self.found = self._reduce(*held)\n            self.held = None", "            self.held = None\n            self.found = self._reduce(*held)", "two threads that read a metric first hinder each other", ("tests/trust/test_threads.py",)),
     Fault("metrics.py", '"max": torch.maximum', '"max": torch.add', "maxima of micro-batches are added"),
     Fault("metrics.py", "(q / n - (s / n) ** 2)", "(q / n - s / n)", "standard deviation without the square"),
     Fault("metrics.py", "lambda s, q: s * s / q", "lambda s, q: s / q", "effective sample size"),
