@@ -46,12 +46,14 @@ class Copy:
         self.event.record()
 
     def is_here(self) -> bool:
-        return self.event is None or self.event.query()
+        event = self.event
+        return event is None or event.query()
 
     def wait(self) -> Tensor:
         """The numbers.  This waits for the copy alone, not for work that was queued after it."""
-        if self.event is not None:
-            self.event.synchronize()
+        event = self.event
+        if event is not None:
+            event.synchronize()
             self.event = None
         return self.host
 

@@ -142,6 +142,17 @@ class Element:
                 (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
         return value.detach(), torch.zeros_like(logp) if slope is None else slope
 
+    def mark(self, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A number that stands for what the function reads now; for so many columns, as it may capture a table of them.
+
+        Made of the key of what it reads or, where that is not known, of its values and slopes on a made-up row.
+        """
+        found = self.reads()
+        if not found.unknown:
+            return torch.tensor(hash(found.key[1:]), device="cpu")  # without the default dtype and device
+        logp = torch.linspace(-9.0, -0.1, columns, dtype=dtype, device=device)[None]
+        return torch.cat(self.value_and_slope(logp, logp.flip(-1))).view(torch.int32).sum()
+
     def sum_and_pull(self, logp: Lazy, logq: Lazy, p: Tensor, q: Tensor, out: Tensor, buffer: Buffer) -> Tensor:
         """The sum over the columns, given p and q too, so that our own functions need no exponentials.  Writes the
         gradient with respect to the logits, c - p sum c with c = df/d(log p), to `out`.  `buffer`: memory to work in.

@@ -110,23 +110,25 @@ class Batch:
     ) -> None:
         self.names = tuple(names)
         self.kinds = _kinds_of(self.names)
-        self.given, self.weights_R = values, weights_R
+        self.held: tuple[Any, ...] | None = values, weights_R  # until they are reduced; dropped at once, for threads
         self.found: dict[str, tuple[Tensor, ...]] | None = None
 
     def parts(self, name: str) -> tuple[Tensor, ...]:
-        if self.found is None:
-            self.found = self._reduce()
-            self.given, self.weights_R = {}, None
+        held = self.held
+        if held is not None:
+            self.found = self._reduce(*held)
+            self.held = None
+        assert self.found is not None
         return self.found[name]
 
-    def _reduce(self) -> dict[str, tuple[Tensor, ...]]:
+    def _reduce(self, given: Any, weights_R: Tensor | None) -> dict[str, tuple[Tensor, ...]]:
         """Reduce metrics that count the same rows together: those under a mask (`term/`), and the others."""
-        x_MR, places = self._stacked()
+        x_MR, places = self._stacked(given)
         masks = [name for name in self.names if name.endswith("/")]
         under = {name: max((m for m in masks if name.startswith(m)), key=len, default=None) for name in self.kinds}
         found: dict[str, tuple[Tensor, ...]] = {}
         for mask in dict.fromkeys(under.values()):
-            counted = None if self.weights_R is None else self.weights_R.reshape(-1) > 0
+            counted = None if weights_R is None else weights_R.reshape(-1) > 0
             if mask is not None:
                 own = x_MR[places[mask]] != 0
                 counted = own if counted is None else counted & own
@@ -152,17 +154,17 @@ class Batch:
             for name, kind in kinds.items()
         }
 
-    def _stacked(self) -> tuple[Tensor, dict[str, int]]:
+    def _stacked(self, given: Any) -> tuple[Tensor, dict[str, int]]:
         """The values as rows of a matrix, and which metric has which row: several may share one tensor."""
-        if callable(self.given):
-            return self.given(), {name: i for i, name in enumerate(self.names)}
-        unique = {id(x): x for x in self.given.values()}
+        if callable(given):
+            return given(), {name: i for i, name in enumerate(self.names)}
+        unique = {id(x): x for x in given.values()}
         place = {key: i for i, key in enumerate(unique)}
         xs = [x.detach().reshape(-1) for x in unique.values()]
         narrow = {x.dtype for x in xs}
         same = len(narrow) == 1 and next(iter(narrow)).is_floating_point
         x_MR = torch.stack([x if same else x.to(_widest(x.device)) for x in xs])
-        return x_MR, {name: place[id(x)] for name, x in self.given.items()}
+        return x_MR, {name: place[id(x)] for name, x in given.items()}
 
 
 def _widest(device: torch.device) -> torch.dtype:
@@ -200,10 +202,11 @@ class Metric:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """The sums (or extremes) behind it, on the device."""
-        if isinstance(self._parts[0], Batch):
-            batch, name = self._parts
-            self._parts = batch.parts(name)
-        return self._parts
+        parts = self._parts
+        if isinstance(parts[0], Batch):
+            batch, name = parts
+            self._parts = parts = batch.parts(name)
+        return parts
 
     @property
     def value(self) -> Tensor:

@@ -37,7 +37,7 @@ class Facts(Mapping[Key, Tensor]):
     """
 
     _values: dict[Key, Tensor]
-    _later: Callable[[], Mapping[Fact, Tensor]]
+    _later: Callable[[], Mapping[Fact, Tensor]] | None
 
     def __init__(self, values: Mapping[Fact, Tensor] | Mapping[Key, Tensor]) -> None:
         self._values = _by_key(values)
@@ -46,10 +46,11 @@ class Facts(Mapping[Key, Tensor]):
         return self._values[key]
 
     def __getattr__(self, name: str) -> Tensor:
-        if name == "_values" and "_later" in self.__dict__:  # cut out of blocks on first access
-            self._values = _by_key(self._later())
-            del self._later
-            return self._values  # type: ignore[return-value]  # not a fact, and declared above
+        if name == "_values":  # cut out of blocks on first access; another thread may be doing the same
+            later = self._later
+            if later is not None:
+                self._values, self._later = _by_key(later()), None
+            return self.__dict__["_values"]
         if name.startswith("_") or name not in self._values:
             there = ", ".join(map(str, self._values)) or "none"
             raise AttributeError(f"fact {name!r} was not asked for by any loss or metric; there are {there}")

@@ -182,6 +182,8 @@ SAME_FORM = {
     "no gradient": lambda: Call().change(grad=False),
     "forward_backward": lambda: Call().change(direct=True),
     "in place": lambda: Call().change(source={"inplace": True}),
+    "a temperature": lambda: Call().change(source={"temperature": 0.5}),
+    "a temperature per row, beside a term's own": lambda: Call().change(source={"temperature": ROWS + 1.5}),
     "scale, softcap": lambda: Call().change(source={"scale": 0.7, "softcap": 5}),
     "no host read": lambda: Call().change(more={"host_read": False}),
     "no host read, ignored rows": lambda: Call().ignoring(2, 5).change(more={"host_read": False}),
@@ -215,11 +217,10 @@ OTHER_FORM = {
     "bfloat16": lambda: (c := Call()).change(logits=c.logits.bfloat16()),
     "an input in float64": lambda: with_inputs(advantage=ROWS.double()),
     "an input that is None": lambda: with_inputs(old_logprob=None),
-    "a temperature": lambda: Call().change(source={"temperature": 0.5}),
+    "a temperature that is a term's own": lambda: Call().change(source={"temperature": 2}),
     "a term switched off": lambda: Call().change(more={"weights": {"z": 0}}),
     "float16": lambda: (c := Call()).change(logits=c.logits.half()),
     "segments": lambda: Call().change(more={"segments": hl.Segments.from_ids((ROWS > 0).long())}),
-    "a temperature per row, beside a term's own": lambda: Call().change(source={"temperature": ROWS + 1.5}),
     "an input that wants a gradient": lambda: with_inputs(advantage=ROWS.clone().requires_grad_()),
     "an input that is a number": lambda: with_inputs(advantage=0.5),
     "an input that makes a metric one number": lambda: with_inputs(advantage=ROWS[3]),
@@ -1051,10 +1052,11 @@ def test_segments_are_counted_with_them(rows, low):
 
 @inside
 def test_forms_do_not_pile_up(played):
-    objective = mix()
+    objective, call = hl.Objective(**{f"t{i}": cross_entropy for i in range(7)}, backend="triton"), Call(n=2)
+    call.change(inputs={}, grad=False)
     for i in range(80):
-        Call(n=2).change(source={"temperature": 1.0 + i / 100}, grad=False)(objective)
-    assert len(objective.plans.forms) <= 64
+        call.change(more={"weights": {f"t{k}": 0.0 for k in range(7) if i >> k & 1}})(objective)
+    assert len(objective.plans.forms) == 64
 
 
 def captured(step):

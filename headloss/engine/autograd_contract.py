@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from headloss.deferred_checks import now_or_later
+from headloss.trace.function_reads import ours
 
 TWICE = (
     "headloss: tried to differentiate twice (create_graph=True, a Hessian).  The gradient of a call "
@@ -111,6 +112,24 @@ def _fingerprint(x: Tensor, whole: bool) -> Tensor:
     return bits.sum(-1, dtype=torch.int64) if whole and x.ndim else bits.clone()
 
 
+def changing(facts: Iterable[Any]) -> list[Any]:
+    """The divergences among these facts that may read something else by the time a pull calls them again."""
+    elements = dict.fromkeys(f.element for f in facts if f.element is not None)
+    return [e for e in elements if not (e.pure or ours(e.fn))]
+
+
+def mark_of(facts: Iterable[Any], source: Any) -> Tensor:
+    """A number that stands for what those divergences read now."""
+    marks = [e.mark(source.columns, source.fact_dtype, source.device) for e in changing(facts)]
+    return sum(marks[1:], marks[0])
+
+
+def check_mark(before: Tensor, pulled: Iterable[Any], facts: Iterable[Any], source: Any) -> None:
+    """Raise if such a divergence is pulled on, and reads something else than in the forward pass."""
+    if names := [str(e) for e in changing(pulled)]:
+        _refuse_change(mark_of(facts, source) != before, f"{', '.join(names)}: {READS_ANEW}")
+
+
 def _refuse_change(found: Tensor, message: str) -> None:
     def check(found: Tensor) -> None:
         if int(found):
@@ -123,6 +142,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHANGED = (
     "{name}: modified by an inplace operation after the forward pass; the gradient needs what was there before.  It "
     "was made under torch.inference_mode(), where torch counts no writes: write to a clone, or after the backward"
+)
+
+READS_ANEW = (
+    "reads something that has changed since the forward pass, or is random, and this gradient calls it again; run the "
+    "backward before the change, or make what changes an option of the term"
 )
 
 

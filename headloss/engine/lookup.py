@@ -69,7 +69,9 @@ class Plans:
         self.per_row = frozenset(n for n, said in self.readings.items() if said.row and not said.segment)
         self.weights = {name: term.weight for name, term in terms.terms.items()}
         self.off = switched_off(self.weights)
-        self.has_temperatures = any(t.temperature is not None or t.facts for t in terms.every_term)
+        # temperatures of terms and of their facts
+        temperatures = {T for t in terms.every_term for T in (t.temperature, *(T for _, T in t.facts.values()))}
+        self.temperatures = temperatures - {None}
         self.divergences = tuple(t for t in terms.every_term if t.has_foreign_divergence)
 
 
@@ -159,8 +161,9 @@ def form_of(
     ]  # fmt: skip
     if not logits:
         key += (source.gemm_dtype, source.logits_dtype)  # type: ignore[union-attr]
-    if plans.has_temperatures:
-        key.append(None if isinstance(source.temperature, Tensor) else source.temperature)
+    if plans.temperatures:  # a term's own that equals the source's is no temperature of its own
+        T = source.temperature
+        key.append(T if not isinstance(T, Tensor) and T in plans.temperatures else None)
     for term in plans.divergences:
         key.append(term.content())
     for name, teacher in teachers.items():

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
-from headloss.engine.autograd_contract import differentiable_once, read_again, save_tensors
+from headloss.engine.autograd_contract import (
+    changing,
+    check_mark,
+    differentiable_once,
+    mark_of,
+    read_again,
+    save_tensors,
+)
 from headloss.engine.heads import Deferred, on_source_device, scale_grads
 from headloss.engine.logits_forward_grad import makes_grad_in_forward, reads_all_rows, visit_all
 from headloss.engine.loss import TermsOnRows
@@ -195,6 +202,8 @@ class SweptCall(NamedTuple):
         overwritten = grads is not None and getattr(source, "inplace", False)
         into = None if type(source) is Logits else weight_grad_into_of(source)
         ctx.grads, ctx.kept = grads, (sweep, needs, result.rest(), into, overwritten, inputs)
+        if True in needs and changing(want.facts):
+            ctx.mark = mark_of(want.facts, source)
         sweep.strip()
         return (result.loss, *blocks)
 
@@ -228,6 +237,8 @@ def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tupl
         )
     if pending and True in needs:
         whole = sweep.whole(read_again(ctx, saved, len(needs)))
+        if hasattr(ctx, "mark"):
+            check_mark(ctx.mark, pending, sweep.want.facts, whole.source)
         facts = {  # where the cotangent is 0, an infinite value must not reach the gradient as 0 * inf
             f: torch.where(pending[f] == 0, 0.0, x) if f in pending else x for f, x in result.facts.items()
         }

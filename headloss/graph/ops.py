@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from headloss.deferred_checks import check_pending
-from headloss.engine.autograd_contract import TWICE
+from headloss.engine.autograd_contract import TWICE, check_mark, mark_of
 from headloss.engine.bound_teachers import bind_teachers
 from headloss.engine.plan import backend_for
 from headloss.engine.run import Result, final_grads, names_of
@@ -97,6 +97,7 @@ def _visit(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> list[T
             out += [put(result.facts[sweep.want.facts[i]]) for i in _valued(known)]  # `_apart` makes copies of them
             _, leaves = numbered(result.softmax) if known.tensors else (None, [])
             out.append(torch.stack([put(x.to(dtype)) for x in leaves]) if leaves else empty(dtype=dtype))
+            out += [mark_of(sweep.want.facts, args.source).cpu()] if known.changes else []
             if recipe.reads:  # -1: the host read nothing after all, since a CUDA graph is being captured
                 out.append(
                     done.numbers
@@ -188,6 +189,7 @@ def _visit_fake(tensors: Sequence[Tensor], sizes: Sequence[int], text: str) -> l
     if made:
         out += [new((*leading, *known.widths[i]), dtype=known.dtypes[i]) for i in _valued(known)]
         out.append(new((known.tensors, *leading)) if known.tensors else new(0))
+        out += [torch.empty((), dtype=torch.long, device="cpu")] if known.changes else []
         if recipe.reads:
             out.append(torch.empty(_numbers(args), dtype=torch.long, device="cpu"))
     if made and not recipe.visited and loss:
@@ -203,13 +205,13 @@ def _pull(
     which: Sequence[int],
     text: str,
 ) -> list[Tensor]:
-    """`kept`: the facts whose pull reads their value, the softmax in one tensor, and what the host knows of the
-    targets."""
+    """`kept`: the facts whose pull reads their value, the softmax in one tensor, the mark of divergences, and what the
+    host knows of the targets."""
     recipe = read(text)
     args, known = Call(recipe, tensors, sizes), form(recipe, sizes)
     valued = _valued(known)
     n = len(valued)
-    facts, softmax, numbers = kept[:n], kept[n], kept[n + 1] if recipe.reads else None
+    facts, softmax, numbers = kept[:n], kept[n], kept[-1] if recipe.reads else None
     args.numbers = numbers if numbers is not None and int(numbers[0]) >= 0 else None
     with recording(), torch.no_grad():
         targets, host_read = known_of(args, args.numbers is not None)
@@ -221,6 +223,8 @@ def _pull(
                 terms = recipe.terms_of(sizes)
                 assert terms is not None
                 want = plan_of(args, terms, targets)[0].want
+                if known.changes:
+                    check_mark(kept[n + 1], [want.facts[i] for i in which], want.facts, source)
             rows = bind_rows(
                 source.leading, targets, args.segments,
                 vocab=source.vocab, device=source.device, host_read=host_read,
@@ -292,8 +296,8 @@ def _visit_backward(ctx: Any, grads: list[Tensor | None]) -> Any:
         if g_loss is not None:
             by_tensor[recipe.names.index(f"inputs.{name}")] = _times(g, g_loss, g.dtype)
     if made:
-        facts, softmax, more = more[:n], more[n], more[n + 1 :]
-        numbers, cotangents = (more[:1], more[1:]) if recipe.reads else ([], more)
+        few = n + 1 + known.changes + recipe.reads  # facts, softmax, mark of divergences, numbers
+        kept, cotangents, softmax = more[:few], more[few:], more[n]
         if g_loss is not None:
             for i, g in zip(known.cotangents, cotangents):
                 pulled = g * g_loss
@@ -301,9 +305,7 @@ def _visit_backward(ctx: Any, grads: list[Tensor | None]) -> Any:
         if pending:
             pulls = [x.to(softmax.dtype) for x in pending.values() if x is not None]
             which = list(pending)
-            found = torch.ops.headloss.pull(
-                tensors, ctx.sizes, [*facts, softmax, *numbers], pulls, which, ctx.text
-            )  # fmt: skip
+            found = torch.ops.headloss.pull(tensors, ctx.sizes, kept, pulls, which, ctx.text)
             places = [i for i, need in enumerate(needs) if need]
             for i, g in zip(places, found):
                 before = by_source[i]

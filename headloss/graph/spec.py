@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from headloss.backends import choose
 from headloss.engine.arguments import CallArguments, CallOptions
+from headloss.engine.autograd_contract import changing
 from headloss.engine.bind import bind
 from headloss.engine.lookup import find
 from headloss.engine.loss import TermsOnRows
@@ -106,6 +107,7 @@ class Form(NamedTuple):
     cotangents: tuple[int, ...]  # indices of the facts that get a gradient from the loss
     by_segment: bool  # chunks hold whole segments
     divergences: bool  # some fact is the sum of a function over the vocabulary
+    changes: bool  # and that function is a user's, which may read something else by the time it is pulled on
     softmax: Any  # the softmax's nested tuples with an index in place of each tensor
     tensors: int  # how many tensors the softmax has
     wide: torch.dtype  # of the metrics' numbers
@@ -176,6 +178,7 @@ def _form_of(recipe: Recipe, terms: Terms | None, mode: Any) -> Form:
         tuple(i for i, f in enumerate(facts) if f in result.by_fact),
         by_segment,
         any(f.element is not None for f in facts),
+        bool(changing(facts)),
         softmax,
         len(leaves),
         torch.float32 if data["device"] == "mps" else torch.float64,

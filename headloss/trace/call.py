@@ -333,10 +333,11 @@ def guarded(fn: Callable[..., Any], name: str, given: Mapping[str, Any], run: Ca
     if torch.is_inference_mode_enabled() or (not ours(fn) and writes_unseen(fn)):
         given = {k: x.clone() if isinstance(x, Tensor) else x for k, x in given.items()}
     every = [(k, x.ids if isinstance(x, Segments) else x) for k, x in given.items()]
-    tensors = [(k, x, x._version) for k, x in every if isinstance(x, Tensor) and not x.is_inference()]
+    state = lambda x: (x._version, x.requires_grad)  # `detach_` raises no version
+    tensors = [(k, x, state(x)) for k, x in every if isinstance(x, Tensor) and not x.is_inference()]
     result = run(given)
     for argument, x, before in tensors:
-        if x._version != before:
+        if state(x) != before:
             raise WritesError(writes_message(name, argument))
     if forward_ad._current_level >= 0:
         _refuse_tangents(name, result if isinstance(result, tuple) else (result,))

@@ -33,7 +33,6 @@ from headloss.trace.classify import classify, counts_rows, only, reach, size, un
 from headloss.trace.dynamic_shapes import trace_any_size, unlike
 from headloss.trace.function_reads import all_our_code, ours
 from headloss.trace.gradient import Reach, is_idle, leaf, reach_of
-from headloss.trace.signature import Parameter
 from headloss.trace.trace_check import SIZES, agrees, drawn
 
 PAIRS = -1  # in a shape: as many as there are pairs, a number that no trace depends on
@@ -82,11 +81,9 @@ def trace(
     found = call.reads()
     if found.unknown:
         return Trace("batch", f"reads {', '.join(found.unknown)}", None, None, None, apart=apart)
-    shape = (
-        tuple([tuple(map(_without_divergence, s.parameters)) for s in call.signatures]),
-        tuple(sorted(inputs.items())),
-        how,
-    )
+    alike = _alike(call.facts)
+    plain = lambda p: p if p.fact is None else p._replace(fact=alike[p.fact])
+    shape = (tuple([tuple(map(plain, s.parameters)) for s in call.signatures]), tuple(sorted(inputs.items())), how)
     elements = [f.element for f in call.facts if f.element is not None and not ours(f.element.fn)]
     if any(e.pure or e.reads().unknown for e in elements):  # a key would keep what they read alive
         return _trace(call, apart, inputs, *how)
@@ -96,16 +93,22 @@ def trace(
         made = _trace(call, apart, inputs, *how)._replace(floats=found.floats)
         if call.reads().key != found.key:  # another thread changed it meanwhile, so the trace may be of either
             return made
-        keep(_TRACES, (found.key, shape), made, _MOST_TRACES)
-    return made
+        keep(_TRACES, (found.key, shape), _renamed(made, alike), _MOST_TRACES)
+        return made
+    return _renamed(made, {y: x for x, y in alike.items()})
 
 
-def _without_divergence(parameter: Parameter) -> Parameter:
-    """For a key: the parameter without a user's divergence, whose own reads are in the key already."""
-    fact = parameter.fact
-    if fact is None or fact.element is None or ours(fact.element.fn):
-        return parameter
-    return parameter._replace(fact=fact._replace(element=None))
+def _alike(facts: Sequence[Fact]) -> dict[Fact, Fact]:
+    """Facts for a key: without temperatures, except for which are the same, since no trace depends on more, and without
+    a user's divergence, whose own reads are in the key already."""
+    at = {T: float(i) for i, T in enumerate(dict.fromkeys(f.temperature for f in facts))}
+    plain = lambda e: None if e is None or not ours(e.fn) else e
+    return {f: f._replace(temperature=at[f.temperature], element=plain(f.element)) for f in facts}
+
+
+def _renamed(trace: Trace, facts: Mapping[Fact, Fact]) -> Trace:
+    reach = trace.reach and trace.reach._replace(lost=tuple([facts[f] for f in trace.reach.lost]))
+    return trace._replace(unused=frozenset([facts[f] for f in trace.unused]), reach=reach)
 
 
 def _count_trace(call: Call, shape: tuple[Any, ...]) -> None:

@@ -601,6 +601,51 @@ def test_captured_by_a_divergence():
             hl.Objective(kl=mine)(hl.Logits(z), t, teacher=teacher)
 
 
+# A divergence that a pull calls again.
+
+FACTOR = 1.0
+
+
+class Config:
+    factor = 1.0
+
+
+def of_a_number(logp, logq):
+    return FACTOR * (logp.exp() - logq.exp()).abs()
+
+
+def of_an_object(logp, logq):
+    return Config.factor * (logp.exp() - logq.exp()).abs()
+
+
+@pytest.mark.parametrize("how", ["again", "fact", "narrow"])
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+@pytest.mark.parametrize("fn", [of_a_number, of_an_object] if BACKEND == "torch" else [of_a_number])
+def test_what_a_divergence_reads_changes_before_its_pull(fn, kind, how, monkeypatch):
+    if how == "narrow" and kind == "Linear":
+        pytest.skip("its gradient is made in the forward pass")
+    dtype = torch.float16 if how == "narrow" else torch.float32  # whose gradient waits for the caller's scale
+    leaf = torch.randn(N, V if kind == "Logits" else D, dtype=dtype, requires_grad=True)
+    source = hl.Logits(leaf) if kind == "Logits" else hl.Linear(leaf, torch.randn(V, D))
+    teacher, objective = hl.Logits(torch.randn(N, V, dtype=dtype)), hl.Objective(d=fn, backend=BACKEND)
+
+    def pulled(change):
+        out = objective(source, torch.arange(N), teacher=teacher)
+        value = next(iter(out.facts.values())).sum() if how == "fact" else out.loss
+        first = torch.autograd.grad(out.loss, leaf, retain_graph=True)[0] if how == "again" else None
+        with monkeypatch.context() as patch:
+            if change:
+                patch.setitem(globals(), "FACTOR", 3.0)
+                patch.setattr(Config, "factor", 3.0)
+            return first, torch.autograd.grad(value, leaf)[0]
+
+    first, second = pulled(False)
+    if first is not None:
+        torch.testing.assert_close(second, first)
+    with pytest.raises(RuntimeError, match=rf"{fn.__name__}\(\): reads something that has changed"):
+        pulled(True)
+
+
 # A gradient that goes nowhere.
 
 

@@ -462,6 +462,23 @@ def test_a_divergence_pulls_with_what_it_read_in_its_call(kind: str, monkeypatch
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_a_fact_of_a_divergence_that_has_changed_is_not_pulled_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    objective, x = hl.Objective(kl=scaled_kl), data()
+
+    def call() -> Tensor:
+        source = hl.Logits(x["logits"]) if kind == "Logits" else hl.Linear(x["hidden"], x["weight"])
+        return objective(source, x["targets"], teacher=hl.Logits(x["teacher"])).facts["scaled_kl()"].sum()
+
+    leaf = x["logits" if kind == "Logits" else "hidden"]
+    (want,), (got,) = (torch.autograd.grad(fn(), leaf) for fn in (call, whole(call)))
+    torch.testing.assert_close(got, want)
+    loss = whole(call)()
+    monkeypatch.setitem(globals(), "FACTOR", 0.1)
+    with pytest.raises(RuntimeError, match="scaled_kl.* has changed"):
+        torch.autograd.grad(loss, leaf)
+
+
 def test_a_temperature_that_is_a_terms_own_where_numbers_vary() -> None:
     objective = hl.Objective(ce=hl.Term(cross_entropy, temperature=2.0), metrics=["entropy"])
 

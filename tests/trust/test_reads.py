@@ -435,6 +435,16 @@ def test_a_loss_that_writes_into_what_it_is_given_is_refused(fn, kind, grad):
         objective(source, torch.randint(9, (6,)), segments=segments, advantage=hl.PerRow(torch.ones(6)))
 
 
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_a_loss_that_detaches_what_it_is_given_in_place_is_refused(kind):
+    def held(logprob, entropy):
+        return -logprob * entropy.detach_()
+
+    source = sources(kind, torch.randn(6, 4, requires_grad=True), torch.randn(9, 4))
+    with pytest.raises(ValueError, match="entropy: held writes into it"):
+        hl.Objective(it=held)(source, torch.randint(9, (6,)))
+
+
 def test_metrics_and_row_weights_that_write_are_refused_too():
     z, targets, one = torch.randn(6, 9), torch.randint(9, (6,)), torch.ones(6)
     with pytest.raises(ValueError, match="advantage: writes_directly writes into it"):

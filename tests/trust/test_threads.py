@@ -7,6 +7,7 @@ import torch
 
 import headloss as hl
 from headloss.kept import keep
+from headloss.metrics import measure_later
 from headloss.trace import trace
 from headloss.trace.call import Call, Watched
 from headloss.trace.signature import read_signature
@@ -111,3 +112,36 @@ def test_threads_fill_a_cache_at_once():
     assert dict(kept.items()) == {"b": 1, "c": 2, "d": 3}
     assert keep(kept, "d", 4, 3) == 4
     assert list(kept.values()) == [1, 2, 4]
+
+
+def begun_twice(work):
+    """The same work, which waits until two threads have begun it."""
+    both = threading.Barrier(2)
+
+    def waiting():
+        both.wait(10)
+        return work()
+
+    return waiting
+
+
+def in_two_threads(read):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(read())) for _ in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return found
+
+
+def test_facts_and_metrics_that_two_threads_read_first():
+    logits, targets = torch.randn(N, V), torch.arange(N).index_fill(0, torch.tensor(1), -100)
+    want = hl.Objective(a=scaled, metrics=["entropy"])(hl.Logits(logits), targets)
+    out = hl.Objective(a=scaled, metrics=["entropy"])(hl.Logits(logits), targets)
+    out.facts._later = begun_twice(out.facts._later)
+    found = in_two_threads(lambda: out.facts.entropy)
+    assert len(found) == 2 and all(torch.equal(x, want.facts.entropy) for x in found)
+    rows = torch.tensor([1.0, 2.0, torch.nan])
+    metric = measure_later(["x_std"], begun_twice(lambda: rows[None]), ~rows.isnan(), "token")["x_std"]
+    assert in_two_threads(lambda: float(metric)) == [0.5, 0.5]

@@ -9,6 +9,7 @@ import torch
 
 import headloss as hl
 from headloss.losses import forward_kl, reverse_kl, z_loss
+from headloss.trace import trace
 from headloss.trace.function_reads import reads
 
 CONFIG = {"x": 1.0}
@@ -185,6 +186,28 @@ def test_terms_that_differ_in_their_temperature_alone():
         want = ((entropy(2.0) - 2 * entropy(3.0)) * entropy(T).square().detach()).mean()
         torch.testing.assert_close(out.loss, want)
         torch.testing.assert_close(*(torch.autograd.grad(y, hidden, retain_graph=True)[0] for y in (out.loss, want)))
+
+
+def test_a_temperature_that_falls_step_by_step_is_traced_once(monkeypatch):
+    traced, once = [], trace._trace_once
+    monkeypatch.setattr(trace, "_trace_once", lambda *a: traced.append(1) or once(*a))
+    monkeypatch.setattr(trace, "_TRACES", {})
+
+    def loss(a, b, logprob, *, whole=False):
+        return a - 2 * b if whole else a
+
+    hidden, weight = torch.randn(6, 4, dtype=torch.float64, requires_grad=True), torch.randn(9, 4, dtype=torch.float64)
+    targets = torch.randint(9, (6,))
+    entropy = lambda T: facts((hidden @ weight.T) / T, targets)[1]
+    for whole in (False, True):
+        for T in (4.0, 3.0, 2.5):
+            term = hl.Term(loss, facts={"a": ("entropy", T), "b": ("entropy", 2.0)}, temperature=T, whole=whole)
+            out = hl.Objective(it=term)(hl.Linear(hidden, weight, memory=9 * 4 * 8), targets)
+            assert list(out.facts) == [("entropy", 2.0)] * whole + [("entropy", T)]
+            want = (entropy(T) - 2 * entropy(2.0) * whole).mean()
+            got, wanted = (torch.autograd.grad(y, hidden, retain_graph=True)[0] for y in (out.loss, want))
+            torch.testing.assert_close((out.loss, got), (want, wanted))
+        assert len(traced) == 1 + whole
 
 
 class WithProperty(enum.Enum):
