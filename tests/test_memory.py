@@ -5,6 +5,8 @@ Dimension key:  N rows   V vocabulary   D hidden size
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import headloss as hl
+from headloss.large_pages import LARGE, in_large_pages
 from headloss.losses import cross_entropy, forward_kl, jsd, z_loss
 
 N, V, D = 4096, 32000, 256
@@ -224,3 +227,41 @@ def test_an_upstream_gradient_of_one_costs_nothing() -> None:
     with Big() as seen:
         torch.autograd.grad(2 * out.loss, (hidden, weight))
     assert seen.count == 2
+
+
+SMAPS = Path("/proc/self/smaps")
+MAY_BE_LARGE = SMAPS.exists() and "VmFlags" in SMAPS.read_text() and hasattr(mmap, "MADV_HUGEPAGE")
+
+
+def asks_for_large_pages(x: Tensor) -> bool:
+    """Whether the system was asked to hold the middle of this tensor in large pages."""
+    place, here = x.data_ptr() + x.nbytes // 2, False
+    for line in SMAPS.read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first:
+            begin, end = (int(part, 16) for part in first.split("-"))
+            here = begin <= place < end
+        elif here and first == "VmFlags:":
+            return "hg" in line.split()
+    raise LookupError("no memory there")
+
+
+@pytest.mark.skipif(not MAY_BE_LARGE, reason="the system has no large pages, or does not say where")
+def test_gradients_are_in_large_pages() -> None:
+    x = torch.randn(600, V).requires_grad_()  # more than the heap would hold
+    y = torch.randint(V, (600,))
+    (dlogits,) = torch.autograd.grad(hl.Objective(ce=cross_entropy)(hl.Logits(x), y).loss, x)
+    hidden, weight = torch.randn(64, 512).requires_grad_(), torch.randn(V, 512).requires_grad_()
+    _, dweight = torch.autograd.grad(
+        hl.Objective(ce=cross_entropy)(hl.Linear(hidden, weight), y[:64]).loss, (hidden, weight)
+    )
+    assert asks_for_large_pages(dlogits) and asks_for_large_pages(dweight)
+    assert not asks_for_large_pages(torch.empty(1200, V))
+
+
+def test_large_pages_change_no_tensor() -> None:
+    for size in (0, 1, LARGE, LARGE + 3):
+        x = torch.zeros(size, dtype=torch.uint8)
+        assert in_large_pages(x) is x and not x.any()
+    for x in (torch.empty(LARGE, device="meta"), torch.nn.Parameter(torch.empty(LARGE))):
+        assert in_large_pages(x) is x

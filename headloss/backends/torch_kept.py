@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headloss.facts import FACTS, Fact, Want
+from headloss.large_pages import in_large_pages
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, TopChunk
 
 BUFFER_BYTES = 32 << 20  # at most, of a buffer for rows whose gradient has too narrow a dtype
@@ -77,7 +78,8 @@ def keep(
         return None
     if before is not None and len(before.buffer_CV) >= len(raw_CV):
         return Kept(found[0], before.buffer_CV[: len(raw_CV)], False, found[1], want)
-    return Kept(found[0], torch.empty(raw_CV.shape, dtype=dtype, device=raw_CV.device), False, found[1], want)
+    fresh = in_large_pages(torch.empty(raw_CV.shape, dtype=dtype, device=raw_CV.device))
+    return Kept(found[0], fresh, False, found[1], want)
 
 
 def _kind(
