@@ -212,6 +212,7 @@ FAULTS = [
     Fault("backends/torch_tile.py", "key = name, like_BV.shape[-1]", "key = name, 0", "a teacher's buffer is as wide as another teacher's", ("tests/test_kept_exponentials.py",)),
     Fault("backends/torch_tile.py", "return bent(raw_BV, scale, softcap, into) * softcap", "return logits(raw_BV, scale, None)", "no softcap at all", ("tests/test_facts.py",)),
     Fault("backends/torch_tile.py", "return s_BV.clamp(min=FLOOR) if keep else s_BV.clamp_(min=FLOOR)", "return s_BV", "0 times -inf beside a teacher"),
+    Fault("backends/torch_teachers.py", "unit_BU, unit_BV[:, U:] = unit_BV[:, :U], 0.0", "unit_BU = unit_BV[:, :U]", "columns that a teacher lacks keep whatever the gradient's memory held", KEPT_SUMS),
     Fault("backends/torch_kept.py", "and not (over and len(pulling) > 1)", "", "the unit pull of a teacher overwrites logits that another pull reads", KEPT_SUMS),
     Fault("backends/torch_kept.py", "return None if any(k.b is not None for k in pulls)", "return None if False", "exponentials overwrite logits that an entropy's pull reads", KEPT_SUMS),
     Fault("backends/torch_kept.py", "if len(want.temperatures) > 1 or not all(", "if not all(", "exponentials at one temperature overwrite the logits of another", KEPT_SUMS),

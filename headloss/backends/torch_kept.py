@@ -69,7 +69,7 @@ def keep(
         return None
     dtype = torch.promote_types(raw_CV.dtype, torch.float32)
     over = out_CV.dtype == dtype and same_memory(raw_CV, out_CV)
-    found = _kind(want, softcap, teachers, over, raw_CV.shape[1])
+    found = _kind(want, softcap, teachers, over)
     if found is None:
         return None
     if out_CV.dtype == dtype:
@@ -83,7 +83,7 @@ def keep(
 
 
 def _kind(
-    want: Want, softcap: float | None, teachers: Sequence[TeacherChunk | TopChunk], over: bool, V: int
+    want: Want, softcap: float | None, teachers: Sequence[TeacherChunk | TopChunk], over: bool
 ) -> tuple[str, Fact | None] | None:
     """What to keep and, for "unit", of which fact; None if keeping does not pay."""
     pulling = [f for f in want.facts if FACTS[f.name].pulls]
@@ -97,7 +97,7 @@ def _kind(
         return "bent" if straight and len(want.temperatures) == 1 and not teachers else "tanh", None
     if len(compared) == 1 and compared[0].name in UNIT and not (over and len(pulling) > 1):
         chunk = teachers[want.teachers.index(compared[0].teacher)]
-        if isinstance(chunk, DenseChunk) and chunk.columns == V and not chunk.tail:
+        if isinstance(chunk, DenseChunk) and not chunk.tail:
             return "unit", compared[0]
     if not over:
         return None if want.only_plain else ("e", None)
