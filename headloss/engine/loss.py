@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -202,7 +202,7 @@ class TermsOnRows:
 
     def _env(self, facts: Mapping[Fact, Tensor], chunk: Chunk | None) -> Env:
         rows = self.rows
-        inputs, targets, segments, filler = self.inputs, rows.targets, rows.segments, self.filler
+        inputs, targets, segments, filler = self.inputs, rows.targets, rows.segments, lambda: self.filler
         if chunk is not None:
             part, span = chunk.rows, chunk.segments
             cut = {"row": part, "segment": span, "scalar": None, "whole": None}
@@ -210,7 +210,7 @@ class TermsOnRows:
                 n: x if cut[self.shapes[n].kind] is None else x[cut[self.shapes[n].kind]] for n, x in inputs.items()
             }
             targets = None if targets is None else targets[part]
-            filler = filler[part]
+            filler = lambda: self.filler[part]
             if segments is not None and span is not None:
                 ids, counts = segments.ids[part] - span.start, segments.counts[span]
                 segments = Segments(ids, span.stop - span.start, counts)
@@ -329,12 +329,12 @@ class TermsOnRows:
 class _Filled(Mapping[Fact, Tensor]):
     """Facts, with NaN for those that no term reads according to its trace."""
 
-    def __init__(self, facts: Mapping[Fact, Tensor], filler: Tensor) -> None:
+    def __init__(self, facts: Mapping[Fact, Tensor], filler: Callable[[], Tensor]) -> None:
         self.facts, self.filler = facts, filler
 
     def __getitem__(self, fact: Fact) -> Tensor:
         found = self.facts.get(fact)
-        return self.filler if found is None else found
+        return self.filler() if found is None else found
 
     def __iter__(self) -> Any:
         return iter(self.facts)
