@@ -127,9 +127,9 @@ class TermsOnRows:
     def whole(self, facts: Mapping[Fact, Tensor], grad: bool) -> tuple[Tensor, Cotangents]:
         leaves = {f: leaf(f, x) if grad else x.detach() for f, x in facts.items()}
         env = self._env(leaves, None)
-        if grad:
-            given = {n: x.detach().requires_grad_() if n in self.wants_grad else x for n, x in env.inputs.items()}  # type: ignore[union-attr]
-            env = env._replace(inputs=given)
+        if grad and self.wants_grad:
+            own = {n: env.inputs[n].detach().requires_grad_() for n in self.wants_grad}  # type: ignore[union-attr]
+            env = env._replace(inputs={**env.inputs, **own})
         per_row = [name for name, shape in self.shapes.items() if shape.kind == "row"]
         values, seeds = [], []
         measured: dict[str, Any] = {}
@@ -150,11 +150,10 @@ class TermsOnRows:
             loss = loss + reduced * self.weights[term.name]
             values.append(value)
             seeds.append((base * self._scale(term)).to(value.dtype))
-            of = term.trace.metrics
-            if not term.trace.value:
-                of = {k: self._kind(term.call, x, term.call.signatures) for k, x in metrics.items()}
-            kinds |= {f"{term.name}/{name}": kind for name, kind in of.items()}
-            measured |= {f"{term.name}/{name}": x for name, x in metrics.items()}
+            for key, x in metrics.items():
+                label, traced = f"{term.name}/{key}", term.trace.value
+                kinds[label] = term.trace.metrics[key] if traced else self._kind(term.call, x, term.call.signatures)
+                measured[label] = x
         with torch.no_grad():
             for name, call in self.plan.metrics:
                 if call.fn is dead_rows:
