@@ -229,6 +229,7 @@ FAULTS = [
     Fault("engine/teachers.py", "return ids_RK.clone(), logprob_RK.clone()", "return ids_RK, logprob_RK.clone()", "the pull reads the caller's ids, which NumPy may have written to", ("tests/contracts/test_callers_tensors.py",)),
     Fault("engine/teachers.py", "not bool((sorted_RK[:, 0] < 0).any())", "True", "the log-probabilities of padding count", TEACHERS),
     Fault("engine/teachers.py", "and not bool(again_RK.any())", "", "repeated ids without padding are not merged", TEACHERS),
+    Fault("engine/heads.py", " and own_RK.itemsize >= 4:", ":", "a gradient of 16 bits at a few ids takes a copy of all of it in float32", ("tests/test_memory.py",)),
     Fault("engine/logits_forward_grad.py", "return rows <= most and", "return", "a loss whose rows meet has all logits at once, whatever the budget", ("tests/test_memory.py",)),
     Fault("engine/logits_forward_grad.py", "and not source.is_fp16", "", "float16 gradients of a loss whose rows meet are written at their true scale", ("tests/trust/test_fp16.py",)),
     Fault("engine/ids_logit.py", "slope = source.scale / T", "slope = source.scale", "renormalised ids: the pull forgets 1 / T"),

@@ -232,6 +232,20 @@ def test_an_upstream_gradient_of_one_costs_nothing() -> None:
     assert seen.count == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gradient_at_ids_is_written_where_it_stands(dtype: torch.dtype) -> None:
+    """`scatter_add_` would copy a whole gradient of 16 bits to float32."""
+    logits, ids = torch.randn(200, V).to(dtype).requires_grad_(), torch.arange(800).view(200, 4)
+    objective, teacher = (
+        hl.Objective(kd=hl.Term(forward_kl, tail="renormalise")),
+        hl.Sparse(ids, torch.zeros(200, 4) - 2),
+    )
+    loss = objective(hl.Logits(logits), teacher=teacher).loss
+    with Trace() as seen:
+        torch.autograd.grad(loss, logits)
+    assert seen.peak <= logits.nbytes + MiB, f"{seen.peak / MiB:.1f} MiB"
+
+
 SMAPS = Path("/proc/self/smaps")
 MAY_BE_LARGE = SMAPS.exists() and "VmFlags" in SMAPS.read_text() and hasattr(mmap, "MADV_HUGEPAGE")
 

@@ -104,7 +104,8 @@ class LogitsHead:
         self.grad_NV.zero_()
         if self.source.columns:
             own_RK, device = grad_RK.to(self.grad_NV.dtype), column_RK.device
-            if isinstance(rows, slice) and device.type == "cpu":  # a quarter of the time; on GPUs its order varies
+            # a quarter of the time, but for narrow dtypes torch copies all of it to float32; on GPUs its order varies
+            if isinstance(rows, slice) and device.type == "cpu" and own_RK.itemsize >= 4:
                 self.grad_NV[rows].scatter_add_(-1, column_RK, own_RK)
                 return
             numbers = torch.arange(len(self.grad_NV), device=device)[rows] if isinstance(rows, slice) else rows
