@@ -104,26 +104,25 @@ class Batch:
 
     def __init__(
         self,
-        names: Iterable[str],
-        values: Mapping[str, Tensor] | Callable[[], Tensor],  # by name, or (M, R) in the order of the names
+        names: Sequence[str],
+        values_MR: Callable[[], Tensor],
         weights_R: Tensor | None,
+        places: Sequence[int] | None = None,  # which row each has, if they are not in the order of the names
     ) -> None:
-        self.names = tuple(names)
-        self.kinds = _kinds_of(self.names)
-        self.held: tuple[Any, ...] | None = values, weights_R  # until they are reduced; dropped at once, for threads
-        self.found: dict[str, tuple[Tensor, ...]] | None = None
+        self.names, self.kinds, self.places = names, _kinds_of(tuple(names)), places
+        self.held: tuple[Any, ...] | None = values_MR, weights_R  # until they are reduced; dropped at once, for threads
+        self.found: dict[str, tuple[Tensor, ...]] = {}
 
     def parts(self, name: str) -> tuple[Tensor, ...]:
         held = self.held
         if held is not None:
             self.found = self._reduce(*held)
             self.held = None
-        assert self.found is not None
         return self.found[name]
 
-    def _reduce(self, given: Any, weights_R: Tensor | None) -> dict[str, tuple[Tensor, ...]]:
+    def _reduce(self, values_MR: Callable[[], Tensor], weights_R: Tensor | None) -> dict[str, tuple[Tensor, ...]]:
         """Reduce metrics that count the same rows together: those under a mask (`term/`), and the others."""
-        x_MR, places = self._stacked(given)
+        x_MR, places = values_MR(), dict(zip(self.names, self.places or range(len(self.names)), strict=True))
         masks = [name for name in self.names if name.endswith("/")]
         under = {name: max((m for m in masks if name.startswith(m)), key=len, default=None) for name in self.kinds}
         found: dict[str, tuple[Tensor, ...]] = {}
@@ -154,17 +153,16 @@ class Batch:
             for name, kind in kinds.items()
         }
 
-    def _stacked(self, given: Any) -> tuple[Tensor, dict[str, int]]:
-        """The values as rows of a matrix, and which metric has which row: several may share one tensor."""
-        if callable(given):
-            return given(), {name: i for i, name in enumerate(self.names)}
-        unique = {id(x): x for x in given.values()}
-        place = {key: i for i, key in enumerate(unique)}
-        xs = [x.detach().reshape(-1) for x in unique.values()]
-        narrow = {x.dtype for x in xs}
-        same = len(narrow) == 1 and next(iter(narrow)).is_floating_point
-        x_MR = torch.stack([x if same else x.to(_widest(x.device)) for x in xs])
-        return x_MR, {name: place[id(x)] for name, x in given.items()}
+
+def _stacked(values: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """A copy of the values as rows of a matrix, and which of them has which row: several may be one tensor."""
+    unique = {id(x): x for x in values}
+    place = {key: i for i, key in enumerate(unique)}
+    xs = [x.detach().reshape(-1) for x in unique.values()]
+    narrow = {x.dtype for x in xs}
+    same = len(narrow) == 1 and next(iter(narrow)).is_floating_point
+    x_MR = torch.stack([x if same else x.to(_widest(x.device)) for x in xs])
+    return x_MR, [place[id(x)] for x in values]
 
 
 def _widest(device: torch.device) -> torch.dtype:
@@ -245,21 +243,25 @@ def measure(values: Mapping[str, Tensor], weights: Tensor | None, per: str) -> d
     A name that ends in "/" is not a metric but a mask: it says which rows count in metrics whose names start with it.
     If two masks match, the longer name wins.
     """
-    batch = Batch(values, values, weights)
-    if not batch.kinds:
+    if all(name.endswith("/") for name in values):
         return {}
-    batch.parts(next(iter(batch.kinds)))  # now: the values may be inputs, which the caller may overwrite
-    return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}
+    x_MR, places = _stacked([*values.values()])  # copied now: they may be inputs, which the caller may overwrite
+    counted = None if weights is None else weights > 0
+    return measure_later(tuple(values), lambda: x_MR, counted, per, places)
 
 
 def measure_later(
-    names: Sequence[str], values_MR: Callable[[], Tensor], weights: Tensor | None, per: str
+    names: Sequence[str],
+    values_MR: Callable[[], Tensor],
+    weights: Tensor | None,
+    per: str,
+    places: Sequence[int] | None = None,
 ) -> dict[str, Metric]:
-    """The same for values that nobody else can write to: they are reduced when the first metric is read.
+    """The same for (M, R) values that nobody else can write to: they are reduced when the first metric is read.
 
     While a CUDA graph is captured they are reduced now, so that its replays reduce them too.
     """
-    batch = Batch(names, values_MR, weights)
+    batch = Batch(names, values_MR, weights, places)
     if is_capturing() and batch.kinds:
         batch.parts(next(iter(batch.kinds)))
     return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,14 +12,19 @@ from torch import Tensor
 
 def nest(x: Any, fn: Callable[..., Any], *others: Any, leaf: type = Tensor) -> Any:
     """`fn` of each tensor, or other `leaf`, and of those at its place in `others`; what is none of these stays."""
+    if x is None:
+        return None
     if isinstance(x, leaf):
         return fn(x, *others)
+    if isinstance(x, _SEQUENCES):
+        items = [nest(*ys, leaf=leaf) for ys in zip(x, itertools.repeat(fn, len(x)), *others, strict=True)]
+        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
     if isinstance(x, Mapping):
         return {key: nest(y, fn, *[z[key] for z in others], leaf=leaf) for key, y in x.items()}
-    if not isinstance(x, tuple | list):
-        return x
-    items = [nest(y, fn, *ys, leaf=leaf) for y, *ys in zip(x, *others, strict=True)]
-    return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+    return x
+
+
+_SEQUENCES = (tuple, list)  # `tuple | list` would be made in every call
 
 
 def cut(x: Any, part: slice) -> Any:

@@ -86,8 +86,8 @@ TeacherChunk = DenseChunk | SparseChunk
 
 def places(ids_CK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
     """Each id (or target) as an index into the V columns in hand, and whether it is one; if not, it is arbitrary."""
-    column_CK = ids_CK - start
-    here_CK = (ids_CK >= 0) & (column_CK >= 0) & (column_CK < V)
+    column_CK = ids_CK - start if start else ids_CK
+    here_CK = (column_CK >= 0) & (column_CK < V)  # no column of a part is negative, whose start is not
     return column_CK.clamp(0, max(0, V - 1)), here_CK
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headloss as hl
+from headloss import divergence
 from headloss.backends import choose
 from headloss.losses import cross_entropy, entropy_bonus, forward_kl, jsd, reverse_kl, skew_kl, tvd, z_loss
 
@@ -146,6 +147,27 @@ def test_teachers_that_are_not_as_wide_as_each_other() -> None:
         ).loss
         (got,) = torch.autograd.grad(loss, z)
     torch.testing.assert_close(loss, value, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "loss, formula", [(jsd, shannon), (skew_kl, skewed), (forward_kl, forward), (reverse_kl, reverse)]
+)
+@pytest.mark.parametrize("kind", ["Logits", "Linear"])
+def test_a_teacher_with_fewer_columns_is_compared_once(
+    loss: Any, formula: Formula, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first sweep keeps the gradient of a divergence, with zeros in the columns that the student alone has."""
+    torch.manual_seed(0)
+    z, u = torch.randn(N, V, dtype=torch.float64).requires_grad_(), torch.randn(N, V - 6, dtype=torch.float64)
+    value = formula(z[:, :-6], u)  # type: ignore[call-arg]
+    (want,) = torch.autograd.grad(value, z)
+    again = lambda *a: pytest.fail("the divergence is computed again")
+    monkeypatch.setattr(divergence.Element, "value_and_slope", again)
+    source: Any = hl.Logits(z) if kind == "Logits" else hl.Linear(z, torch.eye(V, dtype=torch.float64))
+    found = hl.Objective(kd=loss)(source, teacher=hl.Logits(u)).loss
+    (got,) = torch.autograd.grad(found, z)
+    torch.testing.assert_close(found.detach(), value.detach(), rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 

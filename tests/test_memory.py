@@ -5,6 +5,8 @@ Dimension key:  N rows   V vocabulary   D hidden size
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import headloss as hl
+from headloss.large_pages import LARGE, in_large_pages
 from headloss.losses import cross_entropy, forward_kl, jsd, z_loss
 
 N, V, D = 4096, 32000, 256
@@ -174,21 +177,24 @@ def flops(objective: hl.Objective, source: Any, targets: Tensor, grad: bool = Tr
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("loss, gemms", [(cross_entropy, 3), (BATCH_LOSS, 4)], ids=["row", "batch"])
-def test_gemms(loss: Any, gemms: int) -> None:
-    """Three GEMMs when gradients are made in the visit, four with recompute, one without grad; `explain` says so."""
+@pytest.mark.parametrize("loss, several", [(cross_entropy, 3), (BATCH_LOSS, 4)], ids=["row", "batch"])
+def test_gemms(loss: Any, several: int) -> None:
+    """Three GEMMs when gradients are made in the visit, four with recompute, one without grad; `explain` says so.
+
+    A loss whose rows meet needs all facts before any gradient: three GEMMs too if all logits fit into one chunk.
+    """
     torch.manual_seed(0)
     hidden, weight = torch.randn(60, 16, requires_grad=True), torch.randn(96, 16, requires_grad=True)
     targets = torch.randint(96, (60,))
     one = 2 * 60 * 96 * 16
     objective = hl.Objective(a=loss, backend="torch")
-    for rows in (7, 1000):
+    for rows, gemms in ((7, several), (1000, 3)):
         source = hl.Linear(hidden, weight, memory=rows * 96 * 4)
         assert flops(objective, source, targets) == gemms * one
         assert flops(objective, source, targets, grad=False) == one
         assert objective.explain(source, targets).gemms == gemms
     frozen = hl.Linear(hidden.detach(), weight, memory=7 * 96 * 4)
-    assert flops(objective, frozen, targets) == (gemms - 1) * one
+    assert flops(objective, frozen, targets) == (several - 1) * one
 
 
 @pytest.mark.parametrize("kept", [60, 30, 6, 0])
@@ -224,3 +230,55 @@ def test_an_upstream_gradient_of_one_costs_nothing() -> None:
     with Big() as seen:
         torch.autograd.grad(2 * out.loss, (hidden, weight))
     assert seen.count == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gradient_at_ids_is_written_where_it_stands(dtype: torch.dtype) -> None:
+    """`scatter_add_` would copy a whole gradient of 16 bits to float32."""
+    logits, ids = torch.randn(200, V).to(dtype).requires_grad_(), torch.arange(800).view(200, 4)
+    objective, teacher = (
+        hl.Objective(kd=hl.Term(forward_kl, tail="renormalise")),
+        hl.Sparse(ids, torch.zeros(200, 4) - 2),
+    )
+    loss = objective(hl.Logits(logits), teacher=teacher).loss
+    with Trace() as seen:
+        torch.autograd.grad(loss, logits)
+    assert seen.peak <= logits.nbytes + MiB, f"{seen.peak / MiB:.1f} MiB"
+
+
+SMAPS = Path("/proc/self/smaps")
+MAY_BE_LARGE = SMAPS.exists() and "VmFlags" in SMAPS.read_text() and hasattr(mmap, "MADV_HUGEPAGE")
+
+
+def asks_for_large_pages(x: Tensor) -> bool:
+    """Whether the system was asked to hold the middle of this tensor in large pages."""
+    place, here = x.data_ptr() + x.nbytes // 2, False
+    for line in SMAPS.read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first:
+            begin, end = (int(part, 16) for part in first.split("-"))
+            here = begin <= place < end
+        elif here and first == "VmFlags:":
+            return "hg" in line.split()
+    raise LookupError("no memory there")
+
+
+@pytest.mark.skipif(not MAY_BE_LARGE, reason="the system has no large pages, or does not say where")
+def test_gradients_are_in_large_pages() -> None:
+    x = torch.randn(600, V).requires_grad_()  # more than the heap would hold
+    y = torch.randint(V, (600,))
+    (dlogits,) = torch.autograd.grad(hl.Objective(ce=cross_entropy)(hl.Logits(x), y).loss, x)
+    hidden, weight = torch.randn(64, 512).requires_grad_(), torch.randn(V, 512).requires_grad_()
+    _, dweight = torch.autograd.grad(
+        hl.Objective(ce=cross_entropy)(hl.Linear(hidden, weight), y[:64]).loss, (hidden, weight)
+    )
+    assert asks_for_large_pages(dlogits) and asks_for_large_pages(dweight)
+    assert not asks_for_large_pages(torch.empty(1200, V))
+
+
+def test_large_pages_change_no_tensor() -> None:
+    for size in (0, 1, LARGE, LARGE + 3):
+        x = torch.zeros(size, dtype=torch.uint8)
+        assert in_large_pages(x) is x and not x.any()
+    for x in (torch.empty(LARGE, device="meta"), torch.nn.Parameter(torch.empty(LARGE))):
+        assert in_large_pages(x) is x

@@ -218,18 +218,20 @@ def test_reasons_are_given() -> None:
     }
     for term, why in said.values():
         own = oracle.replace(problem, inputs={n: problem.inputs[n] for n in oracle.inputs_of(term)})
-        found = explain(hl.Objective(term=term), own)
+        found, whole = (explain(hl.Objective(term=term), own, memory=own.budget(n)) for n in (4, 1000))
         assert re.search(why, found.terms[0].reason), found.terms[0]
         assert found.gemms == 4 and found.terms[0].name in found.grade
+        assert whole.gemms == 3 and "all rows fit into one chunk" in whole.grade
 
 
 def test_one_batch_term_takes_the_others_with_it() -> None:
     problem = oracle.make("Linear", (23,), 17, inputs=("advantage",))
     mixed = hl.Objective(ce=hl.losses.cross_entropy, mix=BATCH["batch mean"][0])
-    assert [t.kind for t in explain(mixed, problem).terms] == ["row", "batch"]
-    assert explain(mixed, problem).gemms == 4
+    how = {"memory": problem.budget(4)}
+    assert [t.kind for t in explain(mixed, problem, **how).terms] == ["row", "batch"]
+    assert explain(mixed, problem, **how).gemms == 4
     plain = oracle.replace(problem, inputs={})
-    assert explain(hl.Objective(ce=hl.losses.cross_entropy), plain).gemms == 3
+    assert explain(hl.Objective(ce=hl.losses.cross_entropy), plain, **how).gemms == 3
 
 
 def test_metrics_never_change_the_class() -> None:

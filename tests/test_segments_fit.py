@@ -123,4 +123,5 @@ def test_metrics_see_rows_in_their_order(loss, memory):
     other = hl.Objective(it=objective.terms["it"])(hl.Logits(whole @ weight.T), targets, segments=segments, **given)
     other.loss.backward()
     torch.testing.assert_close(hidden.grad, whole.grad, rtol=1e-4, atol=1e-6)
-    assert "interleaved" in objective.explain(source, targets, segments=segments, **given).grade
+    grade = objective.explain(source, targets, segments=segments, **given).grade
+    assert ("all rows fit into one chunk" if memory == "1GiB" else "interleaved") in grade

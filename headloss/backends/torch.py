@@ -33,6 +33,8 @@ TILE_BYTES = {"cpu": 1 << 23}  # with 1 MiB, a fifth of the time goes into calli
 TILE_BYTES_ELSEWHERE = 64 << 20
 lower = product = product_ranks = None  # no programs and no matrix products: this backend has no kernels
 DIVERGENCE_BUFFERS = 8  # a divergence and its slope hold about 20 buffers of a tile's size
+# next to a dense teacher: buffers of 1 MiB fit the cache together, which saves a quarter of the time
+DENSE_BUFFERS = {"cpu": 8}
 
 
 def sums(
@@ -72,7 +74,7 @@ def sums(
         Comparison(*named, want, dtype, raw_CV.device, only_T, kept)
         for named in zip(want.teachers, teachers, strict=True)
     ]
-    for rows in _tiles(raw_CV, _buffers(teachers, kept)):
+    for rows in _tiles(raw_CV, _buffers(raw_CV, teachers, kept)):
         t_BV = None
         if kept is not None and softcap is not None:
             t_BV = kept.tile(rows) if kept.kind == "tanh" else room("t", raw_CV[rows], dtype)
@@ -161,7 +163,7 @@ def pull(
     in_place = kept is not None and same_memory(kept.buffer_CV, out_CV)
     shared = kept is not None and any(isinstance(chunk, DenseChunk) for chunk in teachers)  # its pull needs e again
     # the same tiles as in `sums`
-    for rows in _tiles(raw_CV, DIVERGENCE_BUFFERS if divergent else _buffers(teachers, kept)):
+    for rows in _tiles(raw_CV, DIVERGENCE_BUFFERS if divergent else _buffers(raw_CV, teachers, kept)):
         tile = Tile(raw_CV[rows], rows, scale, softcap, softmax, kept, room)
         bent = tile.held("bent") is not None
         grad_BV = None
@@ -270,19 +272,17 @@ def _over(
     return a * inverse_T, b, e, c
 
 
-def _buffers(teachers: Sequence[TeacherChunk], kept: Kept | None) -> int:
+def _buffers(raw_CV: Tensor, teachers: Sequence[TeacherChunk], kept: Kept | None) -> int:
     """How many buffers of a tile's size are alive at once; the sums and the pull must walk the same tiles."""
-    if kept is not None and kept.fact is not None and kept.fact.element is not None:
-        return DIVERGENCE_BUFFERS
+    if any(isinstance(chunk, DenseChunk) for chunk in teachers):
+        return DENSE_BUFFERS.get(raw_CV.device.type, 2)
     return 1 if not teachers or kept is not None else 2
 
 
 def _tiles(raw_CV: Tensor, buffers: int = 1) -> Iterator[slice]:
     """Slices of rows; with more `buffers` of their size they are shorter, so that all together take no more memory."""
-    here = raw_CV.device.type
-    buffers = min(buffers, 4) if here in TILE_BYTES else buffers  # shorter tiles would save less than their calls cost
     row_bytes = max(1, raw_CV.shape[-1]) * max(4, raw_CV.element_size()) * buffers
-    step = max(1, TILE_BYTES.get(here, TILE_BYTES_ELSEWHERE) // row_bytes)
+    step = max(1, TILE_BYTES.get(raw_CV.device.type, TILE_BYTES_ELSEWHERE) // row_bytes)
     for i in range(0, max(1, raw_CV.shape[0]), step):  # without rows there is still one tile, which is empty
         yield slice(i, min(i + step, raw_CV.shape[0]))
 

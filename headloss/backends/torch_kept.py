@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headloss.facts import FACTS, Fact, Want
+from headloss.large_pages import in_large_pages
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, TopChunk
 
 BUFFER_BYTES = 32 << 20  # at most, of a buffer for rows whose gradient has too narrow a dtype
@@ -68,7 +69,7 @@ def keep(
         return None
     dtype = torch.promote_types(raw_CV.dtype, torch.float32)
     over = out_CV.dtype == dtype and same_memory(raw_CV, out_CV)
-    found = _kind(want, softcap, teachers, over, raw_CV.shape[1])
+    found = _kind(want, softcap, teachers, over)
     if found is None:
         return None
     if out_CV.dtype == dtype:
@@ -77,11 +78,12 @@ def keep(
         return None
     if before is not None and len(before.buffer_CV) >= len(raw_CV):
         return Kept(found[0], before.buffer_CV[: len(raw_CV)], False, found[1], want)
-    return Kept(found[0], torch.empty(raw_CV.shape, dtype=dtype, device=raw_CV.device), False, found[1], want)
+    fresh = in_large_pages(torch.empty(raw_CV.shape, dtype=dtype, device=raw_CV.device))
+    return Kept(found[0], fresh, False, found[1], want)
 
 
 def _kind(
-    want: Want, softcap: float | None, teachers: Sequence[TeacherChunk | TopChunk], over: bool, V: int
+    want: Want, softcap: float | None, teachers: Sequence[TeacherChunk | TopChunk], over: bool
 ) -> tuple[str, Fact | None] | None:
     """What to keep and, for "unit", of which fact; None if keeping does not pay."""
     pulling = [f for f in want.facts if FACTS[f.name].pulls]
@@ -95,7 +97,7 @@ def _kind(
         return "bent" if straight and len(want.temperatures) == 1 and not teachers else "tanh", None
     if len(compared) == 1 and compared[0].name in UNIT and not (over and len(pulling) > 1):
         chunk = teachers[want.teachers.index(compared[0].teacher)]
-        if isinstance(chunk, DenseChunk) and chunk.columns == V and not chunk.tail:
+        if isinstance(chunk, DenseChunk) and not chunk.tail:
             return "unit", compared[0]
     if not over:
         return None if want.only_plain else ("e", None)

@@ -203,18 +203,20 @@ class Comparison:
         return S_B
 
     def _unit(
-        self, kept: Kept, rows: slice, meeting: Meeting, s_BV: Tensor, e_BV: Tensor, y_BV: Tensor, f_BV: Tensor
+        self, kept: Kept, rows: slice, meeting: Meeting, s_BU: Tensor, e_BU: Tensor, y_BU: Tensor, f_BU: Tensor
     ) -> None:
         """Keep the fact's pull for a cotangent of 1; for a divergence its sum too, which the second read returns."""
         assert kept.fact is not None
+        unit_BV, U = kept.tile(rows), e_BU.shape[-1]
+        unit_BU, unit_BV[:, U:] = unit_BV[:, :U], 0.0  # the student's other columns are compared with nothing
         S_B1, St_B1 = (x.masked_fill(x == 0, 1.0)[:, None] for x in (meeting.S, meeting.St))
         if kept.fact.element is None:  # cross-entropy to the teacher: p - q
-            torch.mul(e_BV, 1 / S_B1, out=kept.tile(rows)).addcmul_(f_BV, 1 / St_B1, value=-1)
+            torch.mul(e_BU, 1 / S_B1, out=unit_BU).addcmul_(f_BU, 1 / St_B1, value=-1)
             return
-        p_BV, q_BV = torch.mul(e_BV, 1 / S_B1, out=self.room("p", e_BV, self.dtype)), f_BV.mul_(1 / St_B1)
-        logs = (functools.partial(_log, s_BV, S_B1), functools.partial(_log, y_BV, St_B1))
-        buffer = lambda name, dtype: self.room(f"{name} {dtype}", e_BV, dtype)
-        kept.divergences.append(kept.fact.element.sum_and_pull(*logs, p_BV, q_BV, kept.tile(rows), buffer))
+        p_BU, q_BU = torch.mul(e_BU, 1 / S_B1, out=self.room("p", e_BU, self.dtype)), f_BU.mul_(1 / St_B1)
+        logs = (functools.partial(_log, s_BU, S_B1), functools.partial(_log, y_BU, St_B1))
+        buffer = lambda name, dtype: self.room(f"{name} {dtype}", e_BU, dtype)
+        kept.divergences.append(kept.fact.element.sum_and_pull(*logs, p_BU, q_BU, unit_BU, buffer))
 
     def partial(self) -> DensePartial | SparsePartial:
         tiles = self.parts

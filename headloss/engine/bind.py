@@ -13,7 +13,7 @@ from headloss.engine.arguments import CallArguments, Chunk
 from headloss.engine.bound_teachers import bind_teachers, restrict_teachers
 from headloss.engine.budget import chunk_rows, row_chunks
 from headloss.engine.checks import check_count
-from headloss.engine.logits_forward_grad import logits_chunks, makes_grad_in_forward
+from headloss.engine.logits_forward_grad import fits_at_once, logits_chunks, makes_grad_in_forward
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.plan import KEPT, Plan, in_order, why_read_by_products
 from headloss.engine.product import ProductSweep, why_chunked
@@ -182,15 +182,16 @@ def chunks_of(
         return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None
     if makes_grad_in_forward(plan, source):
         return logits_chunks(plan, source, rows, teacher_rows)
-    if not isinstance(source, Linear) or plan.kind == "batch" or plan.want.only_ids:
+    if not isinstance(source, Linear) or plan.want.only_ids:
         return None
-    if plan.kind == "segment" and segments is not None and segments.group is not None:
-        return None  # a sum over ranks must see all rows
     cost = cost_of(teacher_rows, source, rows)
     if plan.kind == "row":
         return row_chunks(source, cost, rows.count)
-    if not rows.by_segment:
-        return None  # interleaved segments are not sorted if a metric may depend on the order of rows
-    most = chunk_rows(source, cost, rows.count)
-    runs = rows.aligned(most) if rows.stats is not None and not rows.stats.unassigned else None
+    most, runs = chunk_rows(source, cost, rows.count), None
+    over_ranks = segments is not None and segments.group is not None  # a sum over ranks must see all rows
+    # interleaved segments are not sorted if a metric may depend on the order of rows
+    if plan.kind == "segment" and not over_ranks and rows.by_segment:
+        runs = rows.aligned(most) if rows.stats is not None and not rows.stats.unassigned else None
+    if runs is None and program is None and fits_at_once(source, rows.count, most):
+        return [Chunk(slice(0, rows.count))] if rows.count else None
     return None if runs is None else [Chunk(*run) for run in runs]

@@ -292,7 +292,7 @@ def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False
         return alarm(ids.device, *_wrong_ids(label, vocab)), vocab
     wanted = _wanted_ids(label, vocab)
     if readable(ids):
-        low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (-1, -1)
+        low, high = map(int, ids.aminmax()) if ids.numel() else (-1, -1)
         if low < -1 or high >= vocab:
             n, k = ((ids < -1) | (ids >= vocab)).flatten(0, -2).nonzero()[0].tolist()
             got = f"row {n} has {int(ids.flatten(0, -2)[n, k])}"

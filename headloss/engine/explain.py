@@ -273,6 +273,8 @@ def _linear_grade(plan: Plan, segments: Segments | None, rows: Rows, chunks: Seq
         return "only the teacher's ids: no softmax over the vocabulary and no full GEMM"
     if chunks is not None:
         twice = ", read twice for a divergence" if any(f.element is not None for f in plan.want.facts) else ""
+        if plan.kind != "row" and [chunk.segments for chunk in chunks] == [None]:
+            return f"in the same pass: the logits of all rows fit into one chunk, and are computed once{twice}"
         return f"in the same pass: each chunk's logits are computed once{twice}"
     batch = [f"{t.name}: {t.trace.reason}" for t in plan.terms if t.trace.kind == "batch"]
     if batch:

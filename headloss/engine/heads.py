@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headloss.deferred_checks import is_cuda
 from headloss.engine.budget import NO_COST, Cost, accumulator, chunk_rows, pieces
+from headloss.large_pages import in_large_pages
 from headloss.record import Grads
 from headloss.sources import Linear, Logits, Source, padded, parse_bytes
 
@@ -73,7 +74,7 @@ class LogitsHead:
         if self.source.inplace:
             torch.autograd.graph.increment_version(self.source.logits)
         else:
-            self.all_NV = torch.empty_like(self.all_NV, memory_format=torch.contiguous_format)
+            self.all_NV = in_large_pages(torch.empty_like(self.all_NV, memory_format=torch.contiguous_format))
         self.grad_NV = self.all_NV
         if self.is_padded:
             self.grad_NV = self._unpadded(self.all_NV)
@@ -103,7 +104,8 @@ class LogitsHead:
         self.grad_NV.zero_()
         if self.source.columns:
             own_RK, device = grad_RK.to(self.grad_NV.dtype), column_RK.device
-            if isinstance(rows, slice) and device.type == "cpu":  # a quarter of the time; on GPUs its order varies
+            # a quarter of the time, but for narrow dtypes torch copies all of it to float32; on GPUs its order varies
+            if isinstance(rows, slice) and device.type == "cpu" and own_RK.itemsize >= 4:
                 self.grad_NV[rows].scatter_add_(-1, column_RK, own_RK)
                 return
             numbers = torch.arange(len(self.grad_NV), device=device)[rows] if isinstance(rows, slice) else rows
@@ -160,7 +162,7 @@ class LinearHead:
         if slot not in self.buffers_CV or len(self.buffers_CV[slot]) < C:
             self.buffers_CV.pop(slot, None)  # free the old one first
             size = max(C, self.longest), padded(V, hidden_CD.is_cpu)
-            self.buffers_CV[slot] = torch.empty(size, dtype=dtype, device=hidden_CD.device)[:, :V]
+            self.buffers_CV[slot] = in_large_pages(torch.empty(size, dtype=dtype, device=hidden_CD.device))[:, :V]
         raw_CV = self.buffers_CV[slot][:C]
         at_once = self.bias_V is not None and self.bias_V.dtype == dtype == hidden_CD.dtype
         if at_once and self.bias_V is not None:  # rounded once: the product alone may overflow float16
@@ -189,7 +191,7 @@ class LinearHead:
         if need_hidden:
             self.dhidden_ND = self._room_for_hidden()
         if need_weight:
-            self.dweight_VD = torch.zeros(self.source.weight.shape, dtype=dtype, device=device)
+            self.dweight_VD = in_large_pages(torch.empty(self.source.weight.shape, dtype=dtype, device=device)).zero_()
         for part, hidden_CD, weight_CKD in self._meetings(rows, column_RK):
             grad_CK = grad_RK[part]
             if need_hidden and self.dhidden_ND is not None:
@@ -250,9 +252,8 @@ class LinearHead:
     def _write_weight(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
         first = self.dweight_VD is None
         if self.dweight_VD is None:
-            self.dweight_VD = torch.empty(
-                self.source.weight.shape, dtype=accumulator(self.source, not self.single_chunk), device=grad_CV.device
-            )
+            dtype = accumulator(self.source, not self.single_chunk)
+            self.dweight_VD = in_large_pages(torch.empty(self.source.weight.shape, dtype=dtype, device=grad_CV.device))
             if self.source.columns < self.source.weight.shape[0]:
                 self.dweight_VD[self.source.columns :] = 0
         pull_weight(grad_CV, hidden_CD, self.parts, self.dweight_VD, add=not first)

@@ -5,6 +5,7 @@ Dimension key:  R rows that count   K ids per row
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -35,7 +36,7 @@ def ids_facts(
         assert isinstance(teacher, SparseTeacherRows)
         column_RK, here_RK = teacher.places(source)
         raw_RK = head.gather(rows.numbers(slice(0, rows.count)), column_RK).to(source.fact_dtype)
-        z_RK = raw_RK * source.scale
+        z_RK = raw_RK if source.scale == 1.0 else raw_RK * source.scale
         if source.softcap is not None:
             z_RK = (z_RK / source.softcap).tanh() * source.softcap
         z_RK = max_over(z_RK.masked_fill(~here_RK, -math.inf), source.shard, said, rows.total)
@@ -43,7 +44,8 @@ def ids_facts(
         z_RK = z_RK if rows.valid is None else z_RK.masked_fill(~rows.valid[:, None], 0.0)  # ignored rows
         for T, key in zip(temperatures, want.temperatures, strict=True):
             if want.at(key, "ids_logit", name):
-                facts[Fact("ids_logit", key, name)] = z_RK / column(T)
+                plain = type(T) is float and T == 1.0
+                facts[Fact("ids_logit", key, name)] = z_RK if plain else z_RK / column(T)
     return facts
 
 
@@ -60,15 +62,17 @@ def ids_pull(
     for name, teacher in teacher_rows.items():
         assert isinstance(teacher, SparseTeacherRows)
         column_RK, here_RK = teacher.places(source)
-        total_RK = torch.zeros_like(teacher.logprob_RK)
+        pulled = []
         for fact, g_RK in grads.items():
             if fact.teacher == name:
                 T = column(temperatures[fact.temperature])
                 slope = source.scale / T
                 if source.softcap is not None:
                     slope = slope * (1 - (facts[fact] * T / source.softcap) ** 2)
-                total_RK += g_RK * slope
+                pulled.append(g_RK * slope)
+        total_RK = functools.reduce(Tensor.add_, pulled) if pulled else torch.zeros_like(teacher.logprob_RK)
         columns.append(column_RK)
-        totals.append(total_RK.masked_fill(~here_RK, 0.0))
+        totals.append(total_RK.masked_fill_(~here_RK, 0.0))
     ignored_R1 = None if rows.valid is None else ~rows.valid[:, None]
-    head.scatter(rows.numbers(slice(0, rows.count)), torch.cat(columns, -1), torch.cat(totals, -1), ignored_R1)
+    column_RM, total_RM = (xs[0] if len(xs) == 1 else torch.cat(xs, -1) for xs in (columns, totals))
+    head.scatter(rows.numbers(slice(0, rows.count)), column_RM, total_RM, ignored_R1)

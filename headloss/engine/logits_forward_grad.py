@@ -1,11 +1,12 @@
-"""Gradients of `Logits` made in the forward pass, on a backend that keeps part of the first sweep for the second.
+"""Visits of all rows at once; and gradients of `Logits` made in the forward pass, on a backend that keeps part of the
+first sweep for the second.
 
 Dimension key:  R rows that count   V vocabulary
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,11 +54,22 @@ def reads_all_rows(source: Source, rows: Rows, teacher_rows: Mapping[str, Teache
     return whole and source.fact_dtype == source.tensors[0].dtype
 
 
+def fits_at_once(source: Source, rows: int = 0, most: int = 0) -> bool:
+    """Whether `rows` rows of a source can be visited at once, if a chunk may have `most`.
+
+    Not for float16, whose gradient needs its scale before the loss is known, nor over a shard.
+    """
+    return rows <= most and source.shard is None and not source.is_fp16
+
+
 def visit_all(
-    sweep: Sweep, settle: Callable[[Mapping[Fact, Tensor]], tuple[Tensor, Cotangents]], needs: tuple[bool, ...]
+    sweep: Sweep,
+    chunks: Sequence[Chunk],
+    settle: Callable[[Mapping[Fact, Tensor]], tuple[Tensor, Cotangents]],
+    needs: tuple[bool, ...],
 ) -> tuple[Tensor, dict[Fact, Tensor], Softmax, Mapping[Fact, Tensor], Mapping[str, Tensor], Grads]:
     """Facts of all rows, the loss and the gradient, in one visit."""
-    head: Any = sweep.open_head(needs, ())
+    head: Any = sweep.open_head(needs, chunks)
     facts, softmax, block = sweep.read_all(head)
     value, (by_fact, by_input) = settle(facts)
     sweep.write(head, block, softmax, facts, by_fact)

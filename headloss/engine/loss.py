@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,9 +127,9 @@ class TermsOnRows:
     def whole(self, facts: Mapping[Fact, Tensor], grad: bool) -> tuple[Tensor, Cotangents]:
         leaves = {f: leaf(f, x) if grad else x.detach() for f, x in facts.items()}
         env = self._env(leaves, None)
-        if grad:
-            given = {n: x.detach().requires_grad_() if n in self.wants_grad else x for n, x in env.inputs.items()}  # type: ignore[union-attr]
-            env = env._replace(inputs=given)
+        if grad and self.wants_grad:
+            own = {n: env.inputs[n].detach().requires_grad_() for n in self.wants_grad}  # type: ignore[union-attr]
+            env = env._replace(inputs={**env.inputs, **own})
         per_row = [name for name, shape in self.shapes.items() if shape.kind == "row"]
         values, seeds = [], []
         measured: dict[str, Any] = {}
@@ -150,11 +150,10 @@ class TermsOnRows:
             loss = loss + reduced * self.weights[term.name]
             values.append(value)
             seeds.append((base * self._scale(term)).to(value.dtype))
-            of = term.trace.metrics
-            if not term.trace.value:
-                of = {k: self._kind(term.call, x, term.call.signatures) for k, x in metrics.items()}
-            kinds |= {f"{term.name}/{name}": kind for name, kind in of.items()}
-            measured |= {f"{term.name}/{name}": x for name, x in metrics.items()}
+            for key, x in metrics.items():
+                label, traced = f"{term.name}/{key}", term.trace.value
+                kinds[label] = term.trace.metrics[key] if traced else self._kind(term.call, x, term.call.signatures)
+                measured[label] = x
         with torch.no_grad():
             for name, call in self.plan.metrics:
                 if call.fn is dead_rows:
@@ -202,7 +201,7 @@ class TermsOnRows:
 
     def _env(self, facts: Mapping[Fact, Tensor], chunk: Chunk | None) -> Env:
         rows = self.rows
-        inputs, targets, segments, filler = self.inputs, rows.targets, rows.segments, self.filler
+        inputs, targets, segments, filler = self.inputs, rows.targets, rows.segments, lambda: self.filler
         if chunk is not None:
             part, span = chunk.rows, chunk.segments
             cut = {"row": part, "segment": span, "scalar": None, "whole": None}
@@ -210,7 +209,7 @@ class TermsOnRows:
                 n: x if cut[self.shapes[n].kind] is None else x[cut[self.shapes[n].kind]] for n, x in inputs.items()
             }
             targets = None if targets is None else targets[part]
-            filler = filler[part]
+            filler = lambda: self.filler[part]
             if segments is not None and span is not None:
                 ids, counts = segments.ids[part] - span.start, segments.counts[span]
                 segments = Segments(ids, span.stop - span.start, counts)
@@ -329,12 +328,12 @@ class TermsOnRows:
 class _Filled(Mapping[Fact, Tensor]):
     """Facts, with NaN for those that no term reads according to its trace."""
 
-    def __init__(self, facts: Mapping[Fact, Tensor], filler: Tensor) -> None:
+    def __init__(self, facts: Mapping[Fact, Tensor], filler: Callable[[], Tensor]) -> None:
         self.facts, self.filler = facts, filler
 
     def __getitem__(self, fact: Fact) -> Tensor:
         found = self.facts.get(fact)
-        return self.filler if found is None else found
+        return self.filler() if found is None else found
 
     def __iter__(self) -> Any:
         return iter(self.facts)

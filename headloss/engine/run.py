@@ -24,7 +24,7 @@ from headloss.engine.autograd_contract import (
     save_tensors,
 )
 from headloss.engine.heads import Deferred, on_source_device, scale_grads
-from headloss.engine.logits_forward_grad import makes_grad_in_forward, reads_all_rows, visit_all
+from headloss.engine.logits_forward_grad import fits_at_once, makes_grad_in_forward, reads_all_rows, visit_all
 from headloss.engine.loss import TermsOnRows
 from headloss.engine.one_launch import Launched, launch, read_facts
 from headloss.engine.product import Pending, ProductSweep
@@ -118,19 +118,23 @@ def _run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Res
         return settle_segments(sweep, loss, needs)
     if program is not None and loss.chunks:
         return launch(sweep, loss, needs)
-    if True in needs and loss.chunks:
-        facts, softmax, by_fact, by_input, grads = sweep.visit(loss.chunks, loss.chunk, needs)
+    chunks, source = loss.chunks or (), sweep.source
+    if True in needs and (len(chunks) > 1 or (chunks and not visits_at_once(sweep))):
+        facts, softmax, by_fact, by_input, grads = sweep.visit(chunks, loss.chunk, needs)
         value, _ = loss.whole(facts, grad=False)
         return Result(value, facts, softmax, by_fact, by_input, grads, loss.normaliser)
-    if (
-        True in needs
-        and makes_grad_in_forward(plan, sweep.source)
-        and reads_all_rows(sweep.source, sweep.rows, sweep.teacher_rows)
+    if True in needs and (
+        chunks or (makes_grad_in_forward(plan, source) and reads_all_rows(source, sweep.rows, sweep.teacher_rows))
     ):
-        return Result(*visit_all(sweep, functools.partial(loss.whole, grad=True), needs))
+        return Result(*visit_all(sweep, chunks, functools.partial(loss.whole, grad=True), needs))
     facts, softmax = sweep.facts()
     value, (by_fact_, by_input_) = loss.whole(facts, grad=wanted)
     return Result(value, facts, softmax, by_fact_, by_input_)
+
+
+def visits_at_once(sweep: Sweep) -> bool:
+    """Whether a visit of one chunk may settle all of its rows before it writes their gradient."""
+    return type(sweep) is Sweep and fits_at_once(sweep.source)
 
 
 @on_source_device

@@ -39,8 +39,6 @@ from headloss.teachers import (
 )
 
 Cotangents = tuple[Mapping[Fact, Tensor], Mapping[str, Tensor]]  # of the facts, and of inputs that require grad
-
-
 NOT_COMPARED: Mapping[str, Sequence[Any]] = {"inputs": (), "support": (), "near": (0.0,) * 4}
 
 
@@ -250,8 +248,7 @@ class Sweep:
         return Block(chunk, numbers, self._logits(head, chunk, numbers, slot), self._teachers(chunk.rows, slot))
 
     def _keeping(self, head: Any, block: Block, before: Any = None) -> Block:
-        """The block with room to keep what its gradient, made in the same visit, can reuse; `before`: what the last
-        one's was."""
+        """The block with room to keep what its gradient can reuse; `before`: what was kept of the last one."""
         keep = getattr(self.backend, "keep", None)
         if keep is None or self.sums_slopes:  # what is kept has no sums of slopes
             return block

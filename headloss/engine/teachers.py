@@ -313,10 +313,12 @@ TeacherRows = DenseTeacherRows | SparseTeacherRows | TopRows
 
 def merge_repeated(ids_RK: Tensor, logprob_RK: Tensor) -> tuple[Tensor, Tensor]:
     """The first occurrence of a repeated id takes all its probability; the others become padding (-1, -inf)."""
-    logprob_RK = logprob_RK.masked_fill(ids_RK < 0, -math.inf)
     K = ids_RK.shape[-1]
     sorted_RK, order_RK = ids_RK.sort(dim=-1, stable=True)
     again_RK = sorted_RK[:, 1:] == sorted_RK[:, :-1]
+    if readable(ids_RK) and not bool(again_RK.any()) and not bool((sorted_RK[:, 0] < 0).any()):
+        return ids_RK.clone(), logprob_RK.clone()  # nothing is repeated, and nothing is padding
+    logprob_RK = logprob_RK.masked_fill(ids_RK < 0, -math.inf)
     if readable(ids_RK) and not bool((again_RK & (sorted_RK[:, 1:] >= 0)).any()):
         return ids_RK.masked_fill(ids_RK < 0, -1), logprob_RK
     starts_RK = torch.nn.functional.pad(~again_RK, (1, 0), value=True)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from calls import BATCH_LOSS, KINDS, close, objective
 
 import headloss as hl
-from headloss.losses import cross_entropy, grpo, gspo
+from headloss import metrics
+from headloss.losses import cross_entropy, forward_kl, grpo, gspo
 
 # Ignored rows
 
@@ -131,3 +132,42 @@ def test_expanded_hidden() -> None:
     z = (logits.expand(4, 5) @ weight.T)[[0, 1, 3]]
     (F.cross_entropy(z, targets[[0, 1, 3]]) + 0.1 * (z.logsumexp(-1) ** 2).mean()).backward()
     close(row.grad, logits.grad)
+
+
+def test_metrics_are_of_the_numbers_that_the_call_was_given() -> None:
+    """They are reduced when they are read, and the inputs may be written to before that."""
+
+    def paid(logprob: torch.Tensor, reward: torch.Tensor) -> Any:
+        return -logprob, {"reward": reward, "reward_max": reward}
+
+    logits, reward = torch.randn(5, 7), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    for host_read in (True, False):
+        for last, mean in ((4, 3.0), (-100, 2.5)):
+            given, y = reward.clone(), torch.tensor([0, 1, 2, 3, last])
+            out = hl.Objective(a=paid)(hl.Logits(logits), y, host_read=host_read, reward=given)
+            given.fill_(-1.0)
+            y.fill_(0)
+            assert float(out.metrics["a/reward"]) == mean
+            assert float(out.metrics["a/reward_max"]) == (5.0 if last == 4 else 4.0)
+
+
+def test_metrics_that_nobody_reads_are_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics.Batch, "_reduce", lambda *a: 1 / 0)
+    out = objective(ce=cross_entropy)(hl.Logits(torch.randn(5, 7)), torch.arange(5))
+    with pytest.raises(ZeroDivisionError):
+        float(out.metrics["ce/perplexity"])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_ids_that_numpy_writes_to_after_the_forward(padded: bool) -> None:
+    """No counter tells of such writes: the backward has a copy of the ids."""
+    torch.manual_seed(0)
+    logits, ids = torch.randn(5, 7).requires_grad_(), torch.stack([torch.randperm(7)[:3] for _ in range(5)])
+    ids[2, 1] = -1 if padded else ids[2, 1]
+    teacher = hl.Sparse(ids, torch.randn(5, 3).log_softmax(-1).masked_fill(ids < 0, -torch.inf))
+    term = hl.Objective(kd=hl.Term(forward_kl, tail="renormalise"))
+    (want,) = torch.autograd.grad(term(hl.Logits(logits), teacher=teacher).loss, logits)
+    loss = term(hl.Logits(logits), teacher=teacher).loss
+    ids.numpy()[:] = ids.flip(0).numpy().copy()
+    (got,) = torch.autograd.grad(loss, logits)
+    assert torch.equal(got, want) and (want != 0).any()

@@ -541,3 +541,18 @@ def test_soft_labels_are_a_sparse_teacher() -> None:
         return -(counts * held * logp.gather(-1, problem.ids.clamp(min=0))).sum(-1)
 
     check(*run(objective, problem), truth(problem, true))
+
+
+@pytest.mark.parametrize("tail", ["bucket", "none", "renormalise"])
+def test_repeated_ids_without_padding(tail: str) -> None:
+    """An id that a row names twice has the sum of its probabilities, wherever the row names it."""
+    torch.manual_seed(0)
+    logits, ids = torch.randn(4, 9, dtype=torch.float64).requires_grad_(), torch.tensor([[3, 5, 3], [1, 2, 4]] * 2)
+    said = torch.tensor([[0.2, 0.3, 0.1]] * 4, dtype=torch.float64).log()
+    once, of_once = ids.clone(), said.clone()
+    once[::2, 2], of_once[::2, 0], of_once[::2, 2] = -1, math.log(0.3), -math.inf
+    term = hl.Objective(kd=hl.Term(forward_kl, tail=tail))
+    found = [term(hl.Logits(logits), teacher=hl.Sparse(*x)).loss for x in ((ids, said), (once, of_once))]
+    grads = [torch.autograd.grad(x, logits)[0] for x in found]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)

@@ -259,3 +259,15 @@ def test_a_call_with_every_term_off_still_measures(kind, how):
     if out.loss.requires_grad:
         out.loss.backward()
     assert all(x.grad is None or not x.grad.any() for x in (hidden, weight, logits))
+
+
+def test_small_gradients_of_a_loss_whose_rows_meet() -> None:
+    """They are written at order 1, also where all rows fit into one chunk, and scaled in float32."""
+    tensors, targets, _ = problem("plain", 0)
+    objective, term = TERMS["a batch"]
+    leaves = {n: x.half().requires_grad_() for n, x in tensors.items()}
+    (objective(hl.Linear(*leaves.values()), targets, num_items=10**7).loss * 1e7).backward()
+    want = eager(term, tensors, targets, {}, torch.float64, float(len(targets)))
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        assert (leaf.grad.double() - want[name]).abs().amax() <= 0.01 * want[name].abs().amax(), name
