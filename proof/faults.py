@@ -947,7 +947,7 @@ FAULTS = [
     Fault("metrics.py", 'next((t for t in terms if name.startswith(f"{t}/")), None)', "None", "two metrics share a key of the record", CONFIGS),
     Fault("trace/signature.py", "        elif p.name in CALL and p.name not in taken:", "        elif False:", "an input with the name of an argument of the call is never passed", CONFIGS),
     # What an input is
-    Fault("engine/layout.py", "if row and len(leading) > 1 and said is None:", "if row and said is None:", "an input that fits rows and segments is read by row", INPUTS),
+    Fault("engine/layout.py", "(said is None and len(leading) > 1)", "said is None", "an input that fits rows and segments is read by row", INPUTS),
     Fault("engine/layout.py", "if shape[0] == vocab or (len(shape)", "if (len(shape)", "a table as long as there are rows is cut with them", INPUTS),
     Fault("engine/layout.py", "elif pairs is not None and shape[0] == pairs:", "elif False:", "one value per pair is read by segment", INPUTS),
     Fault("engine/layout.py", '{"segment": bool(reading.segments), "pair": reading.pairs}', '{"segment": False, "pair": reading.pairs}', "one value per segment is read by row", INPUTS),
@@ -1270,4 +1270,7 @@ FAULTS = [
     Fault("integrations/forward_code.py", "    return found + inside\n", "    return found\n", "a module that holds the head and more is taken for the head", ("tests/integrations/test_forward_code.py",)),
     Fault("integrations/forward_code.py", "isinstance(node, ast.Call) and (of or any(", "isinstance(node, ast.Call) and (any(", "a module between backbone and head is left out", ("tests/integrations/test_forward_code.py",)),
     Fault("integrations/verl.py", "        if not isinstance(chunk_size, int):", "        if False:", "verl: a budget in the place of chunk_size is ignored", ("tests/integrations/test_verl.py",)),
+    Fault("integrations/causal_lm.py", 'type(now).__name__ == "FullyShardedDataParallel" and now.module is head', "False", "patch: a head inside FSDP1's wrapper is taken for another one", ("tests/integrations/test_transformers_ranks.py",)),
+    Fault("graph/ops.py", "    _check_needs(recipe, tensors)\n", "", "exported: a tensor that requires grad since gets none", ("tests/test_ops.py",)),
+    Fault("engine/layout.py", 'said == "row" or (said is None and', "(said is None and", "exported: rows are compared with the vocabulary although they are marked", ("tests/test_ops.py",)),
 ]  # fmt: skip
