@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +25,7 @@ import tiny_models as tiny
 from spawn import Ranks
 
 import headloss as hl
-from headloss.integrations.transformers import HeadlossCallback, patch
+from headloss.integrations.transformers import HeadlossCallback, patch, unpatch
 from headloss.losses import cross_entropy
 
 OBJECTIVE = hl.Objective(ce=cross_entropy, metrics=["entropy"])
@@ -86,6 +86,34 @@ def test_two_ranks(pair: Ranks, how: str, name: str) -> None:
     if (how, name) == ("alone", "gemma2"):
         pytest.skip("a tied head cannot be a group of its own")
     pair.run(step, how, name)
+
+
+def sharded_before() -> None:
+    """A model that was sharded when it was loaded: FSDP2 is told about its head as before, while it is patched."""
+    mesh, whole, stock = init_device_mesh("cpu", (2,)), tiny.batch(4), tiny.model("llama")
+    net: Any = copy.deepcopy(stock)
+    fully_shard(net.lm_head, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    wrapped = type(net.lm_head)
+    patch(net, OBJECTIVE)
+    assert isinstance(net.lm_head, FSDPModule)
+    for line, last in ((0, False), (1, True)):
+        net.set_requires_gradient_sync(last)
+        own = {k: x[2 * dist.get_rank() + line][None] for k, x in whole.items()}
+        (2 * net(**own, num_items_in_batch=20).loss).backward()
+        assert (net.lm_head.weight.grad is not None) == last  # until then whole, as FSDP2 keeps it
+    stock(**whole, num_items_in_batch=20).loss.backward()
+    for p, q in zip(net.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-5, atol=2e-6)
+    assert type(unpatch(net).lm_head) is wrapped
+    later = patch(copy.deepcopy(stock), OBJECTIVE)
+    fully_shard(later.lm_head, mesh=mesh)
+    with pytest.raises(ValueError, match="^model: the class of its head is FSDPHead since it was patched"):
+        unpatch(later)
+
+
+def test_patched_after_fsdp2(pair: Ranks) -> None:
+    pair.run(sharded_before)
 
 
 def accelerates(name: str) -> None:
