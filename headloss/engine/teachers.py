@@ -382,5 +382,13 @@ def note(
     if isinstance(T, Tensor):
         T, mean = None, T.detach().double().mean()  # type: ignore[assignment]
     facts = [(f.name, f.temperature, f.teacher) for f in want.facts]
-    call = (type(source), [x.dtype for x in source.tensors], rows.shape, T, source.scale, source.softcap, facts)
+    sizes = rows.shape, source.shard.vocab
+    call = (type(source), [x.dtype for x in source.tensors], sizes, T, source.scale, source.softcap, facts)
     return note_of(source.shard, source.columns, same, (str(call), terms), (mean, *more["near"]))
+
+
+def sums_hidden(source: Source) -> bool:
+    """Whether the backward will sum hidden's gradient over ranks that share a vocabulary."""
+    if not isinstance(source, Linear) or source.shard is None or source.shard.partial_hidden:
+        return False
+    return source.hidden.requires_grad and torch.is_grad_enabled()
