@@ -1109,7 +1109,7 @@ FAULTS = [
     Fault("integrations/fast_llm.py", "x.chunk(self.splits)[split]", "x.chunk(self.splits)[0]", "Fast-LLM: every split reads the first split's inputs", FAST),
     Fault("integrations/fast_llm.py", 'kinds = {"max_": "maximum", "min_": "minimum"}', "kinds = {}", "Fast-LLM: extremes are added up", FAST),
     Fault("integrations/fast_llm_plugin.py", "weight=weight * config.weight", "weight=config.weight", "Fast-LLM: the weight of a prediction head is left out", FAST),
-    Fault("integrations/fast_llm_plugin.py", "return self._tensor.group\n        return", "return None\n        return", "Fast-LLM: documents that cross ranks are cut in two", FAST),
+    Fault("integrations/fast_llm_plugin.py", "return torchs(self._tensor.group)\n        return", "return None\n        return", "Fast-LLM: documents that cross ranks are cut in two", FAST),
     Fault("engine/heads.py", "self.logits_NV = self._unpadded(all_NV)", "pass", "columns that pad a vocabulary count", ("tests/test_padded_vocab.py",)),
     Fault("sources.py", "not 1 <= said <= held", "False", "a vocabulary of more columns than there are", ("tests/test_padded_vocab.py",)),
     Fault("parallel/dtensor.py", "weight.shape[0], source.vocab))", "weight.shape[0]))", "a padded weight that is a DTensor has no padding", ("tests/ranks/test_dtensor.py",)),
@@ -1279,4 +1279,7 @@ FAULTS = [
     Fault("engine/teachers.py", " or source.shard.partial_hidden:", ":", "a rank that leaves the gradient of hidden partial leaves the others waiting", RANK_FAULTS),
     Fault("engine/teachers.py", "sizes = rows.shape, source.shard.vocab", "sizes = rows.shape", "a rank of a larger vocabulary raises alone", RANK_FAULTS),
     Fault("engine/row_facts.py", "    whole.terms = str(sums_hidden(source))\n", "", "facts: a rank that wants no gradient of hidden leaves the others waiting", RANK_FAULTS),
+    Fault("integrations/fast_llm_plugin.py", "hl.VocabShard(torchs(self._tensor.group),", "hl.VocabShard(self._tensor.group,", "Fast-LLM: its own groups are refused where the vocabulary is in shards", FAST),
+    Fault("integrations/fast_llm_plugin.py", "            return torchs(self._tensor.group)\n", "            return self._tensor.group\n", "Fast-LLM: its own groups are refused where ranks share rows", FAST),
+    Fault("engine/teachers.py", "theirs.group is not mine.group and ranks(", "ranks(", "teachers: a group that torch.distributed does not know is another one than itself", FAST),
 ]  # fmt: skip

@@ -123,7 +123,8 @@ def _check_columns(label: str, teacher: Source, source: Source) -> None:
         raise ValueError(f"{label}: {split} has a vocabulary shard, {whole} has none; shard both alike, or neither")
     if mine is None or theirs is None:
         return
-    if dist.get_process_group_ranks(theirs.group) != dist.get_process_group_ranks(mine.group):
+    ranks = dist.get_process_group_ranks
+    if theirs.group is not mine.group and ranks(theirs.group) != ranks(mine.group):
         raise ValueError(f"{label}: its vocabulary is shared by a different group from the student's")
     shared = min(source.vocab, teacher.vocab)
     held = [(min(s.start, shared), min(s.start + x.columns, shared)) for s, x in ((mine, source), (theirs, teacher))]
