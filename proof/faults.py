@@ -1282,4 +1282,5 @@ FAULTS = [
     Fault("integrations/fast_llm_plugin.py", "hl.VocabShard(torchs(self._tensor.group),", "hl.VocabShard(self._tensor.group,", "Fast-LLM: its own groups are refused where the vocabulary is in shards", FAST),
     Fault("integrations/fast_llm_plugin.py", "            return torchs(self._tensor.group)\n", "            return self._tensor.group\n", "Fast-LLM: its own groups are refused where ranks share rows", FAST),
     Fault("engine/teachers.py", "theirs.group is not mine.group and ranks(", "ranks(", "teachers: a group that torch.distributed does not know is another one than itself", FAST),
+    Fault("integrations/torchtitan.py", "((positions[..., :1] != 0).sum(), message)", "(torch.zeros(()), message)", "torchtitan: parts of a document on several ranks are documents", ("tests/integrations/test_torchtitan.py",)),
 ]  # fmt: skip
