@@ -151,6 +151,37 @@ def test_export_and_run_on_other_data() -> None:
     same(grads(found[0] + found[1].sum(), exported), grads(want[0] + want[1].sum(), model))
 
 
+def test_inputs_of_flat_rows_can_have_any_number_of_them() -> None:
+    """Marked, they are no table of the vocabulary: a graph need not ask whether there are as many rows as columns."""
+
+    class Policy(nn.Module):
+        def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor, advantage: Tensor) -> Tensor:
+            given = {"advantage": hl.PerRow(advantage), "old_logprob": hl.PerRow(advantage - 3)}
+            return hl.Objective(rl=hl.losses.grpo)(hl.Linear(hidden, weight), targets, **given).loss
+
+    def arguments(rows: int) -> tuple[Tensor, ...]:
+        hidden = torch.randn(rows, D, requires_grad=True)
+        return hidden, torch.randn(V, D, requires_grad=True), torch.randint(V, (rows,)), torch.randn(rows)
+
+    rows = {0: torch.export.Dim("rows", min=2, max=4096)}
+    exported = torch.export.export(Policy(), arguments(7), dynamic_shapes=(rows, None, rows, rows)).module()
+    for n in (5, V):
+        same(exported(*(given := arguments(n))), Policy()(*given))
+
+
+def test_a_gradient_that_an_exported_program_does_not_make_is_refused() -> None:
+    """It was made for inputs that require none; a model for evaluation, exported under no_grad, takes all."""
+    model, (x, targets) = Model(), batch(7)
+    model.body.requires_grad_(False)
+    exported = torch.export.export(model, (x, targets)).module()
+    with pytest.raises(RuntimeError, match=r"^headloss: hidden requires grad, but did not when this graph was made"):
+        exported(x.requires_grad_(), targets)
+    with torch.no_grad():
+        exported(x, targets)
+        quiet = torch.export.export(Model(), (x, targets)).module()
+    assert not quiet(x, targets)[0].requires_grad
+
+
 def test_an_exported_program_can_be_kept() -> None:
     """All that the operator needs is in its string: nothing of this process."""
     model, (x, targets) = Model(), batch(7)

@@ -19,7 +19,7 @@ from headloss.engine.plan import KEPT, Plan, in_order, why_read_by_products
 from headloss.engine.product import ProductSweep, why_chunked
 from headloss.engine.support_sweep import SupportSweep, support_chunks
 from headloss.engine.sweeps import Sweep
-from headloss.engine.teachers import SparseTeacherRows, TeacherRows, cost_of, most_rows
+from headloss.engine.teachers import SparseTeacherRows, TeacherRows, cost_of, most_rows, sums_hidden
 from headloss.metrics import measure_later
 from headloss.routed import Routed
 from headloss.rows import Rows, bind_rows, may_read
@@ -119,11 +119,10 @@ def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> 
     number = lambda x: "a tensor" if isinstance(x, Tensor) else x
     weights = [number(loss.weights[t.name]) for t in plan.terms]
     terms = [(t.name, in_words(t.call.reads().key), t.reduction, t.length, t.call.share) for t in plan.terms]
-    options, hidden = arguments.options, getattr(arguments.source, "hidden", None)
+    options, source = arguments.options, arguments.source
     counts = [number(x) for x in (options.num_items, options.num_segments, options.grad_scale)]
-    chunks = None if loss.chunks is None else len(loss.chunks)
-    summed = hidden is not None and hidden.requires_grad and torch.is_grad_enabled()
-    return str((terms, weights, sorted(arguments.inputs), counts, chunks, summed))
+    chunks = None if loss.chunks is None else [chunk.rows.stop for chunk in loss.chunks]
+    return str((terms, weights, sorted(arguments.inputs), counts, chunks, sums_hidden(source)))
 
 
 def chunked_because(plan: Plan, source: Source) -> str:

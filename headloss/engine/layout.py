@@ -144,7 +144,7 @@ def fits(
     if name == "pairs":
         return ("whole",)
     row = shape[: len(leading)] == leading
-    if row and len(leading) > 1 and said is None:
+    if row and (said == "row" or (said is None and len(leading) > 1)):
         return ("row",)  # (B, T, ...): nothing else shares two sizes with the rows
     ways = ["row"] if row else []
     if num_segments is not None and _same(shape[0], num_segments):

@@ -15,7 +15,7 @@ from headloss.engine.plan import KEPT, backend_for
 from headloss.engine.product import ProductSweep, why_chunked
 from headloss.engine.support_sweep import SupportSweep
 from headloss.engine.sweeps import Sweep
-from headloss.engine.teachers import name_teachers, named_teachers
+from headloss.engine.teachers import name_teachers, named_teachers, sums_hidden
 from headloss.facts import FACTS, Fact, Want
 from headloss.options import is_number, shown
 from headloss.prepared import Prepared
@@ -75,13 +75,16 @@ def facts_sweep(
             source, rows, chosen, engine, bind_teachers(restricted, chosen.teachers, source, rows, engine)
         )
         sweep.keep(support)
+        sweep.terms = str(sums_hidden(source))
         return sweep
     teacher_rows = bind_teachers(teachers, chosen.teachers, source, rows, engine)
     program, kind = None, Sweep if chunked else ProductSweep
     if not chosen.teachers and source.shard is None and engine.lower is not None:
         # a program without terms: only facts, in one launch or between a head's own products
         program, _ = engine.lower({}, chosen, {}, (), not chunked)
-    return kind(source, rows, chosen, engine, teacher_rows, program)
+    whole = kind(source, rows, chosen, engine, teacher_rows, program)
+    whole.terms = str(sums_hidden(source))
+    return whole
 
 
 def _asked(want: Any) -> list[Any]:

@@ -123,7 +123,8 @@ def _check_columns(label: str, teacher: Source, source: Source) -> None:
         raise ValueError(f"{label}: {split} has a vocabulary shard, {whole} has none; shard both alike, or neither")
     if mine is None or theirs is None:
         return
-    if dist.get_process_group_ranks(theirs.group) != dist.get_process_group_ranks(mine.group):
+    ranks = dist.get_process_group_ranks
+    if theirs.group is not mine.group and ranks(theirs.group) != ranks(mine.group):
         raise ValueError(f"{label}: its vocabulary is shared by a different group from the student's")
     shared = min(source.vocab, teacher.vocab)
     held = [(min(s.start, shared), min(s.start + x.columns, shared)) for s, x in ((mine, source), (theirs, teacher))]
@@ -384,5 +385,13 @@ def note(
     if isinstance(T, Tensor):
         T, mean = None, T.detach().double().mean()  # type: ignore[assignment]
     facts = [(f.name, f.temperature, f.teacher) for f in want.facts]
-    call = (type(source), [x.dtype for x in source.tensors], rows.shape, T, source.scale, source.softcap, facts)
+    sizes = rows.shape, source.shard.vocab
+    call = (type(source), [x.dtype for x in source.tensors], sizes, T, source.scale, source.softcap, facts)
     return note_of(source.shard, source.columns, same, (str(call), terms), (mean, *more["near"]))
+
+
+def sums_hidden(source: Source) -> bool:
+    """Whether the backward will sum hidden's gradient over ranks that share a vocabulary."""
+    if not isinstance(source, Linear) or source.shard is None or source.shard.partial_hidden:
+        return False
+    return source.hidden.requires_grad and torch.is_grad_enabled()

@@ -30,7 +30,7 @@ from headloss.engine.run import Result, final_grads, names_of
 from headloss.engine.sweeps import NO_SOFTMAX, Sweep
 from headloss.engine.teachers import name_teachers
 from headloss.facts import VALUED, Want
-from headloss.graph.recipe import Call, read
+from headloss.graph.recipe import Call, Recipe, read
 from headloss.graph.spec import (
     Done,
     Form,
@@ -259,6 +259,7 @@ def _visit_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
     tensors, sizes, text = inputs
     recipe = read(text)
     known = form(recipe, sizes)
+    _check_needs(recipe, tensors)
     ctx.set_materialize_grads(False)
     n = len(known.facts)
     live = [3 + i for i in known.differentiable()] if any(recipe.data["needs"]) else []
@@ -267,6 +268,21 @@ def _visit_context(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
     ctx.mark_non_differentiable(*(x for i, x in enumerate(output) if i not in live))
     ctx.text, ctx.sizes, ctx.count = text, list(sizes), len(tensors)
     ctx.save_for_backward(*tensors, *output[3 + n :])  # not the facts: the caller may write to those
+
+
+def _check_needs(recipe: Recipe, tensors: Sequence[Tensor]) -> None:
+    """Raise if the backward would leave out a tensor that requires grad: an exported graph takes any."""
+    needs, wanted = recipe.data["needs"], [f"inputs.{name}" for name in recipe.data["wanted"]]
+    if not (any(needs) or wanted):
+        return  # exported under no_grad: the result requires none either
+    for i, (name, x) in enumerate(zip(recipe.names, tensors, strict=True)):
+        made = needs[i] if i < recipe.sources else name in wanted or not name.startswith("inputs.")
+        if x.requires_grad and not made:
+            name = name.split(".", 1)[1]
+            raise RuntimeError(
+                f"headloss: {name} requires grad, but did not when this graph was made, so there is no gradient for "
+                f"it; make the graph again with {name} requiring grad, or detach it"
+            )
 
 
 def _visit_backward(ctx: Any, grads: list[Tensor | None]) -> Any:

@@ -113,6 +113,13 @@ class Head(hl.FusedLMHead):
         return self.adapter.visit(hidden, call, call.expected)
 
 
+def patched_class(kind: type[nn.Linear]) -> type[nn.Linear]:
+    """A head of this class that may compute the loss; what else the class does (FSDP2's, for one) stays."""
+    if issubclass(Head, kind):
+        return Head
+    return type(f"{kind.__name__}Head", (kind, Head), {"forward": Head.forward})
+
+
 class Adapter:
     """What a patched model carries: its head, its log, and how to undo it all."""
 
@@ -126,7 +133,7 @@ class Adapter:
         self.options = check_source_options({**(self.head_options or {}), **options}, head.out_features)
         self.log = Log()
         self.probed, self.transform, self.config = False, transform_said(**self.options), logits_transform(model.config)
-        head.__class__ = Head
+        head.__class__ = self.patched_class = patched_class(type(head))
         head.source_options, head.adapter = self.options, self  # type: ignore[assignment]
         model.headloss = self  # type: ignore[assignment]
 
@@ -165,6 +172,11 @@ class Adapter:
         self.guard(model)
 
     def restore(self, model: nn.Module) -> None:
+        if type(self.head) is not self.patched_class:
+            raise ValueError(
+                f"model: the class of its head is {type(self.head).__name__} since it was patched (fully_shard?), and "
+                f"unpatch would take that away; unpatch(model) before it is wrapped"
+            )
         for name in (*TAKEN, "headloss"):
             vars(model).pop(name, None)
         vars(model).update(self.before)

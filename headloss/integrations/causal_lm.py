@@ -28,10 +28,11 @@ def unwrapped(model: Any) -> Any:
 
 
 def check_head(model: Any, head: nn.Module) -> None:
-    """The head is still the one that was patched."""
-    if model.get_output_embeddings() is not head:
+    """The head is still the one that was patched, or FSDP1's wrapper around it."""
+    now = model.get_output_embeddings()
+    if now is not head and not (type(now).__name__ == "FullyShardedDataParallel" and now.module is head):
         raise ValueError(
-            f"model: its head has changed since it was patched ({type(model.get_output_embeddings()).__name__}): "
+            f"model: its head has changed since it was patched ({type(now).__name__}): "
             f"resized, or wrapped by an adapter such as LoRA, which the loss would leave out; unpatch(model) "
             f"and patch it again, or keep adapters off the head"
         )

@@ -12,10 +12,12 @@ Fast-LLM has no plugin hook, so this module must be imported before Fast-LLM sta
 Follows its main branch of July 2026.
 """
 
+import functools
 import importlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -77,12 +79,12 @@ class HeadlossLoss(FastLLMLosses):
         if not self._vocab_parallel:
             return None
         columns, ranks = logits.shape[-1], self._tensor.size
-        return hl.VocabShard(self._tensor.group, columns * self._tensor.rank, columns * ranks, width=columns)
+        return hl.VocabShard(torchs(self._tensor.group), columns * self._tensor.rank, columns * ranks, width=columns)
 
     def _documents_group(self) -> Any:
         if self._sequence_parallel:
-            return self._tensor.group
-        return self._sequence_data.group if self._sequence_data.size > 1 else None
+            return torchs(self._tensor.group)
+        return torchs(self._sequence_data.group) if self._sequence_data.size > 1 else None
 
     def _local_rows(self, x: Tensor) -> Tensor:
         return x.chunk(self._tensor.size)[self._tensor.rank] if self._sequence_parallel else x
@@ -93,6 +95,18 @@ class HeadlossLoss(FastLLMLosses):
             x = x.clone()
             dist.all_reduce(x, op=REDUCE[self._reductions().get(name, "sum")], group=self._tensor.group)
         return x
+
+
+@functools.cache
+def torchs(group: Any) -> dist.ProcessGroup:
+    """Fast-LLM's groups are bare backends that torch knows nothing of; its collectives want a `ProcessGroup`."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    kind = getattr(dist.ProcessGroup.BackendType, group.name().upper())
+    whole = dist.ProcessGroup(group.rank(), group.size())  # type: ignore[call-arg]
+    whole._register_backend(torch.device("cuda" if group.name() == "nccl" else "cpu"), kind, group)
+    whole._set_default_backend(kind)
+    return whole
 
 
 def block_of(name: str, loss: Any, distributed_config: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from torchtitan.components.loss import (  # type: ignore[import-not-found,unused
 )
 
 import headloss as hl
+from headloss.deferred_checks import refuse
 from headloss.integrations.early_targets import EarlyTargets
 from headloss.integrations.reduction_checks import check_means
 from headloss.module import own_forward, own_hook
@@ -117,7 +118,7 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
         if "positions" in inputs and not self._asks_for("positions"):
             positions = _local(inputs.pop("positions"))
             if "segments" not in inputs and any(t.needs_segments for t in self.objective.terms.values()):
-                inputs["segments"] = hl.Segments.from_position_ids(positions.expand_as(labels))
+                inputs["segments"] = _documents(positions.expand_as(labels))
 
         counted = {} if global_valid_tokens is None else {"num_items": num_items}
         check_means(
@@ -209,6 +210,16 @@ def summable(out: hl.Output, tokens: Tensor | None, segments: Any = None) -> dic
             if count is not None:
                 found[f"{name.removesuffix('_mean')}/mean"] = (metric.parts[0] / count).float()
     return found
+
+
+def _documents(positions: Tensor) -> hl.Segments:
+    """torchtitan's lines begin with position 0, unless context parallelism has cut them."""
+    message = (
+        "positions: {} lines begin inside a document, the rest of which other ranks have (context parallelism), and a "
+        "term is over whole ones; pass segments=hl.Segments.from_ids(ids, num_segments, group) of all ranks"
+    )
+    refuse("positions: a line begins inside a document", ((positions[..., :1] != 0).sum(), message))
+    return hl.Segments.from_position_ids(positions)
 
 
 def _local(x: Any) -> Any:

@@ -153,10 +153,10 @@ SAME = {  # what must be equal on ranks that share a vocabulary, in the order of
     "support": "support: the kept columns differ between ranks that share a vocabulary",
     "teacher": "teacher: the ids of a sparse teacher, or those of ids=, differ between ranks that share a vocabulary",
     "inputs": "inputs: integers passed to the call differ between ranks that share a vocabulary",
-    "call": "source: its dtype, rows, temperature, scale or softcap, or the facts that the objective asks for, differ "
-    "between ranks that share a vocabulary",
+    "call": "source: its dtype, rows, vocab, temperature, scale or softcap, or the facts that the objective asks for, "
+    "differ between ranks that share a vocabulary",
     "terms": "objective: its terms, their functions, options, weights or reductions, its inputs, num_items, "
-    "num_segments, grad_scale, memory, whether hidden wants a gradient, or whose products run differ between ranks "
+    "num_segments, grad_scale, memory, whether hidden's gradient is summed, or whose products run differ between ranks "
     "that share a vocabulary",
 }
 NEAR = ("temperature", "grad_scale", "weights", "num_items", "num_segments")  # floats, compared with a tolerance

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -377,7 +378,8 @@ def over_ranks(vocab_parallel: bool) -> None:
     parallel = fast_llm.DistributedConfig(fast_llm.Dim(2, rank, "not yet"), sequence_tensor_parallel=not vocab_parallel)
     mine = weight.chunk(2)[rank] if vocab_parallel else weight
     head = fast_llm.LMHead(block, mine.clone(), parallel, scale=MODEL_SCALE, vocab_parallel=vocab_parallel)
-    parallel.tensor._group = dist.group.WORLD
+    store = dist.PrefixStore(f"fast-llm {vocab_parallel}", dist.distributed_c10d._get_default_store())
+    parallel.tensor._group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20))
     if vocab_parallel:
         total, found, numbers = head.step(hidden, whole(teacher.chunk(2, -1)[rank].contiguous()))
         dist.all_reduce(found)

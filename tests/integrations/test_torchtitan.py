@@ -187,6 +187,25 @@ def test_the_rl_trainers_inputs_go_to_those_who_take_them() -> None:
     torch.testing.assert_close(loss, -(logprob * reward * old)[labels != -100].sum() / TOKENS)
 
 
+def test_a_part_of_a_document_is_not_taken_for_one() -> None:
+    """Positions of lines that context parallelism has cut do not begin with 0, as torchtitan's data does."""
+    by_document = {"ce": {"loss": "cross_entropy", "reduction": "seq_mean_token_mean"}}
+    loss_fn = adapter().HeadlossLoss.Config(objective={"terms": by_document}).build()
+    head, hidden, labels = problem()
+    loss_fn.set_lm_head(head)
+    hidden, labels = hidden.view(2, 6, D), labels.view(2, 6)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]])
+    more = {"num_segments": torch.tensor(3)}
+    loss, _ = loss_fn(hidden, labels, torch.tensor(TOKENS), positions=positions, **more)
+    logp = (hidden @ head.weight.T).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    mine = [logp[0, :4][labels[0, :4] != -100], logp[0, 4:][labels[0, 4:] != -100], logp[1][labels[1] != -100]]
+    torch.testing.assert_close(loss, -sum(x.mean() for x in mine) / 3)
+    with pytest.raises(ValueError, match="^positions: 1 lines begin inside a document.*pass segments="):
+        loss_fn(hidden, labels, torch.tensor(TOKENS), positions=positions + torch.tensor([[0], [6]]), **more)
+    cut = hl.Segments.from_position_ids(positions)
+    loss_fn(hidden, labels, torch.tensor(TOKENS), positions=positions + 6, segments=cut, **more)
+
+
 def test_labels_that_were_prepared_before_the_model_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """Used where they are the same tensor, once; on a CPU nothing needs to travel, so a stand-in does."""
     from headloss.integrations import early_targets

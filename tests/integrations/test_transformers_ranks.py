@@ -1,8 +1,9 @@
-"""A patched model under DDP and FSDP2, two ranks: the gradients and metrics of one process."""
+"""A patched model under DDP, FSDP1 and FSDP2, two ranks: the gradients and metrics of one process."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +25,7 @@ import tiny_models as tiny
 from spawn import Ranks
 
 import headloss as hl
-from headloss.integrations.transformers import HeadlossCallback, patch
+from headloss.integrations.transformers import HeadlossCallback, patch, unpatch
 from headloss.losses import cross_entropy
 
 OBJECTIVE = hl.Objective(ce=cross_entropy, metrics=["entropy"])
@@ -86,6 +88,34 @@ def test_two_ranks(pair: Ranks, how: str, name: str) -> None:
     pair.run(step, how, name)
 
 
+def sharded_before() -> None:
+    """A model that was sharded when it was loaded: FSDP2 is told about its head as before, while it is patched."""
+    mesh, whole, stock = init_device_mesh("cpu", (2,)), tiny.batch(4), tiny.model("llama")
+    net: Any = copy.deepcopy(stock)
+    fully_shard(net.lm_head, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    wrapped = type(net.lm_head)
+    patch(net, OBJECTIVE)
+    assert isinstance(net.lm_head, FSDPModule)
+    for line, last in ((0, False), (1, True)):
+        net.set_requires_gradient_sync(last)
+        own = {k: x[2 * dist.get_rank() + line][None] for k, x in whole.items()}
+        (2 * net(**own, num_items_in_batch=20).loss).backward()
+        assert (net.lm_head.weight.grad is not None) == last  # until then whole, as FSDP2 keeps it
+    stock(**whole, num_items_in_batch=20).loss.backward()
+    for p, q in zip(net.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-5, atol=2e-6)
+    assert type(unpatch(net).lm_head) is wrapped
+    later = patch(copy.deepcopy(stock), OBJECTIVE)
+    fully_shard(later.lm_head, mesh=mesh)
+    with pytest.raises(ValueError, match="^model: the class of its head is FSDPHead since it was patched"):
+        unpatch(later)
+
+
+def test_patched_after_fsdp2(pair: Ranks) -> None:
+    pair.run(sharded_before)
+
+
 def accelerates(name: str) -> None:
     """Two steps under accelerate's own FSDP2 wrapping: head and last norm are a group, or head, norm and embedding."""
     from accelerate import FullyShardedDataParallelPlugin
@@ -118,6 +148,36 @@ def accelerates(name: str) -> None:
         found.append([*numbers, *(full(p.detach()) for p in net.parameters())])
         assert not patched or float(net.headloss.last.metrics["entropy"]) > 0
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=2e-6)
+
+
+def older_fsdp(name: str) -> None:
+    """FSDP1, whose policies by size wrap a large head in a module of its own, unlike FSDP2."""
+    found = []
+    for patched in (False, True):
+        net: Any = tiny.model(name)
+        net = patch(net, OBJECTIVE) if patched else net
+        kinds = (type(net.model.layers[0]), *(() if name == "gemma2" else (type(net.lm_head),)))  # that is tied
+        wraps = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, kinds))
+        sharded = FullyShardedDataParallel(
+            net, auto_wrap_policy=wraps, use_orig_params=True, device_id=torch.device("cpu")
+        )
+        assert isinstance(net.lm_head, FullyShardedDataParallel) == (name != "gemma2")
+        optimizer, numbers = torch.optim.SGD(net.parameters(), lr=0.05), []
+        own = {k: x[2 * dist.get_rank() :][:2] for k, x in tiny.batch(4).items()}
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = sharded(**own, num_items_in_batch=20).loss
+            loss.backward()
+            optimizer.step()
+            with FullyShardedDataParallel.summon_full_params(sharded, with_grads=True):
+                numbers += [loss.detach(), *(x.clone() for p in net.parameters() for x in (p.detach(), p.grad))]
+        found.append(numbers)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama"])
+def test_older_fsdp(pair: Ranks, name: str) -> None:
+    pair.run(older_fsdp, name)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "llama"])

@@ -280,7 +280,12 @@ OTHERWISE: dict[str, tuple[Any, str]] = {
     "another captured number": (lambda x: x.update(swap=other(m=captured(2.0))), "objective: its terms"),
     "another name": (lambda x: x.update(swap=lambda terms: {f"{n}_": t for n, t in terms.items()}), "objective: "),
     "a smaller budget": (lambda x: x.update(memory=8 * V), "objective: .* memory"),
-    "hidden without a gradient": (lambda x: x.update(frozen=True), "objective: .* whether hidden wants a gradient"),
+    "hidden without a gradient": (lambda x: x.update(frozen=True), "objective: .* whether hidden's gradient is summed"),
+    "a gradient of hidden that is not summed": (
+        lambda x: x.update(partial=True),
+        "objective: .* whether hidden's gradient is summed",
+    ),
+    "one more column that nobody has": (lambda x: x.update(vocab=V + 1), "source: .* vocab|shard: each of the 12"),
 }
 TENSORS: dict[str, Any] = {  # what the others then give
     "a tensor: weight": lambda x: x["more"].update(weights={"k": torch.tensor(1.0)}),
@@ -289,7 +294,7 @@ TENSORS: dict[str, Any] = {  # what the others then give
     "a tensor: scale": lambda x: x["more"].update(grad_scale=torch.tensor(1.0)),
     "a tensor: temperature": lambda x: x.update(temperature=torch.tensor(1.0)),
 }
-OF_LINEAR = ("a smaller budget", "hidden without a gradient")
+OF_LINEAR = ("a smaller budget", "hidden without a gradient", "a gradient of hidden that is not summed")
 
 
 def other(**terms: Any) -> Any:
@@ -341,7 +346,7 @@ def disagreement(size: int, kind: str, asked: str) -> None:
         if "whole" in x:
             mine, start = slice(None), 0
         # A group of its own: the second chunk may be on its way when the first one's note is read.
-        shard = hl.VocabShard(own_group(), start, V, width=V)
+        shard = hl.VocabShard(own_group(), start, x.get("vocab", V), width=V, partial_hidden="partial" in x)
         leaves = [sharded(x[n], n, mine).to(x["dtype"]).requires_grad_() for n in SOURCES[kind]]
         assert "whole" in x or kind == "Logits" or len(leaves[1]) == width
         options = {n: x[n] for n in ("temperature", "softcap", "scale") if n in x}
@@ -369,6 +374,43 @@ def disagreement(size: int, kind: str, asked: str) -> None:
         else:
             raise AssertionError(f"{what}: no error")
     dist.barrier()
+
+
+def other_chunks() -> None:
+    """Budgets that make as many chunks, of other rows: the chunks' numbers would be taken for each other's."""
+    rank, columns = dist.get_rank(), slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(10, 4), torch.randn(12, 4)[columns].requires_grad_()
+    given = {"advantage": torch.randn(10), "segments": hl.Segments.from_cu_seqlens(torch.tensor([0, 2, 5, 7, 10]))}
+    for budgets in ((5, 5), (5, 7)):
+        shard = hl.VocabShard(own_group(), columns.start, 12)
+        source = hl.Linear(hidden, weight, shard=shard, memory=4 * 6 * 2 * budgets[rank])
+        call = lambda source=source: hl.Objective(rl=losses.gspo)(source, torch.arange(10), **given)
+        if budgets[0] == budgets[1]:
+            call()
+        else:
+            with pytest.raises(ValueError, match="^objective: .* memory"):
+                call()
+
+
+def other_gradients() -> None:
+    """Facts without an objective: their backward sums the gradient of hidden over the ranks, or waits for it."""
+    columns, last = slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6), dist.get_rank() == 1
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 4), torch.randn(12, 4)[columns].requires_grad_()
+    for what in ("nothing", "frozen", "partial"):
+        shard = hl.VocabShard(own_group(), columns.start, 12, partial_hidden=last and what == "partial")
+        source = hl.Linear(hidden.clone().requires_grad_(not (last and what == "frozen")), weight, shard=shard)
+        if what == "nothing":
+            hl.row_facts(source, torch.arange(5)).logprob.sum().backward()
+        else:
+            with pytest.raises(ValueError, match="whether hidden's gradient is summed"):
+                hl.row_facts(source, torch.arange(5))
+
+
+@pytest.mark.parametrize("disagree", [other_chunks, other_gradients])
+def test_ranks_that_would_wait_for_each_other_all_raise(ranks: Any, disagree: Any) -> None:
+    ranks(2, disagree)
 
 
 def test_what_ranks_hear_of_is_short_enough_for_a_device():
