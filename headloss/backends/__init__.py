@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import float32, float64
 
@@ -39,10 +40,19 @@ def resolve(name: str, device: torch.device, dtype: torch.dtype = float32) -> st
     if name == "triton":
         if find_spec("triton") is None:
             raise RuntimeError('backend: "triton" needs the package triton, not installed here; use backend="torch"')
-        if device.type not in ("cuda", "meta") and os.environ.get("TRITON_INTERPRET") != "1":
+        if device.type not in ("cuda", "meta") and not _interprets():
             raise ValueError(
-                f'backend: "triton" needs CUDA, got {device.type}; use backend="torch" or set TRITON_INTERPRET=1'
+                f'backend: "triton" needs CUDA, got {device.type}; use backend="torch", or set TRITON_INTERPRET=1 in '
+                f"the environment before triton is imported (torch.compile imports it)"
             )
         if dtype == float64:
             raise TypeError('backend: "triton" computes in float32, got float64; use backend="torch"')
     return name
+
+
+def _interprets() -> bool:
+    """Whether Triton interprets its kernels: it decides when it is imported."""
+    language: Any = sys.modules.get("triton.language")
+    if language is None:
+        return os.environ.get("TRITON_INTERPRET") == "1"
+    return type(language.cdiv).__name__ == "InterpretedFunction"

@@ -44,12 +44,20 @@ def test_under_the_interpreter(half):
 @pytest.mark.skipif(INSIDE, reason="triton is allowed everything here")
 def test_asked_for_where_it_cannot_run():
     x = torch.randn(3, 5)
-    with pytest.raises(ValueError, match=r'backend: "triton" needs CUDA, got cpu; use backend="torch" or set'):
+    with pytest.raises(ValueError, match=r'backend: "triton" needs CUDA, got cpu; use backend="torch", or set'):
         hl.row_facts(hl.Logits(x), want=("lse",), backend="triton")
     with pytest.raises(TypeError, match=r'computes in float32, got float64; use backend="torch"'):
         choose("triton", torch.device("cuda"), torch.float64)
     assert choose("auto", torch.device("cpu")).__name__.endswith(".torch")
     assert choose("auto", torch.device("cuda"), torch.float64).__name__.endswith(".torch")
+
+
+@pytest.mark.skipif(INSIDE, reason="triton interprets here")
+def test_the_interpreter_is_chosen_too_late(monkeypatch):
+    pytest.importorskip("triton.language")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="before triton is imported"):
+        hl.row_facts(hl.Logits(torch.randn(3, 5)), want=("lse",), backend="triton")
 
 
 def test_importing_headloss_does_not_import_triton():
