@@ -91,7 +91,7 @@ def places(ids_CK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
     return column_CK.clamp(0, max(0, V - 1)), here_CK
 
 
-class Meeting(NamedTuple):
+class JointMoments(NamedTuple):
     """Sums over the shared columns of one part at one temperature of student and teacher.  Each is (N,)."""
 
     S: Tensor  # sum e^x, the student's
@@ -105,7 +105,7 @@ class Meeting(NamedTuple):
 class DensePartial(NamedTuple):
     max: Tensor  # (N,) the teacher's
     argmax: Tensor | None
-    meetings: tuple[Meeting, ...]  # one per temperature
+    moments: tuple[JointMoments, ...]  # one per temperature
     square: Tensor | None = None  # (N,) sum z^2 over the shared columns; the next two likewise
     teacher_square: Tensor | None = None  # sum u^2
     dot: Tensor | None = None  # sum z u
@@ -200,7 +200,7 @@ def _overlap(ids: Tensor, top: Tensor) -> Tensor:
     return among.sum(-1).to(ids.dtype) / n_N[:, 0].clamp(min=1)
 
 
-# Values are computed from fields of `Meeting`, and from log_S, log_St and argmax; see `fact_rule.Rule`.
+# Values are computed from fields of `JointMoments`, and from log_S, log_St and argmax; see `fact_rule.Rule`.
 DENSE: dict[str, Rule] = {
     "teacher_cross_entropy": Rule(lambda log_S, F, St: log_S - F / St, lambda g: DensePull(a=g, d=-g)),
     "reverse_cross_entropy": Rule(lambda log_St, G, S: log_St - G / S, lambda g, value: DensePull(a=-g * value, c=-g)),
@@ -248,13 +248,13 @@ def merge_teacher(parts: TeacherPartial, shift: Tensor, pairs: Pairs) -> Teacher
     best = parts.max.amax(0)
     moved = how_far(parts.max, best)
     argmax = None if parts.argmax is None else parts.argmax.gather(0, parts.max.argmax(0, keepdim=True))[0]
-    meetings = []
-    for (S, X, St, Y, F, G), (T, Tt) in zip(parts.meetings, pairs, strict=True):
+    moments = []
+    for (S, X, St, Y, F, G), (T, Tt) in zip(parts.moments, pairs, strict=True):
         d, dt = (shift / T).clamp(min=FLOOR), (moved / Tt).clamp(min=FLOOR)
         k, kt = d.exp(), dt.exp()
         d, dt = d.masked_fill(shift == -math.inf, 0.0), dt.masked_fill(moved == -math.inf, 0.0)  # F and G hold FLOOR
-        meetings.append(
-            Meeting(
+        moments.append(
+            JointMoments(
                 S=(k * S).sum(0),
                 X=None if X is None else (k * (X + d * S)).sum(0),
                 St=(kt * St).sum(0),
@@ -264,7 +264,7 @@ def merge_teacher(parts: TeacherPartial, shift: Tensor, pairs: Pairs) -> Teacher
             )
         )
     plain = [None if x is None else x.sum(0) for x in parts[3:]]
-    return DensePartial(best, argmax, tuple(meetings), *plain)
+    return DensePartial(best, argmax, tuple(moments), *plain)
 
 
 def plain_sums(z_BU: Tensor, u_BU: Tensor, asked: Callable[[str], bool]) -> list[Tensor | None]:
@@ -329,11 +329,11 @@ def finish_teacher(
     """The facts asked for, and the softmax that their pull needs.  `student`: its temperature and log-sum by key."""
     if isinstance(partial, SparsePartial):
         return _finish_sparse(partial, asked, temperatures, max_N, student)
-    meetings = [m._replace(S=_positive(m.S), St=_positive(m.St)) for m in partial.meetings]
-    log_S, log_St = tuple(m.S.log() for m in meetings), tuple(m.St.log() for m in meetings)
+    moments = [m._replace(S=_positive(m.S), St=_positive(m.St)) for m in partial.moments]
+    log_S, log_St = tuple(m.S.log() for m in moments), tuple(m.St.log() for m in moments)
     rows = [
         {**m._asdict(), **partial._asdict(), "log_S": own, "log_St": theirs}
-        for m, own, theirs in zip(meetings, log_S, log_St, strict=True)
+        for m, own, theirs in zip(moments, log_S, log_St, strict=True)
     ]
     made = [f for f in asked if f.element is None and f.name != "teacher_tail_logprob"]
     values = {f: DENSE[f.name].value(rows[temperatures.index(f.temperature)]) for f in made}

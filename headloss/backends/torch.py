@@ -68,7 +68,7 @@ def sums(
     )
     column_C, here_C = (None, None) if target_C is None else places(target_C, start, V)
     only_T, room = temperatures[0] if len(temperatures) == 1 else None, Room()
-    compared = [
+    comparisons = [
         Comparison(*named, want, dtype, raw_CV.device, only_T, kept)
         for named in zip(want.teachers, teachers, strict=True)
     ]
@@ -79,7 +79,7 @@ def sums(
         z_BV = logits(raw_CV[rows], scale, softcap, t_BV)
         if V == 0:
             _identity(out, rows)
-            _compare(compared, rows, z_BV, out.max[rows], start, want, temperatures)
+            _compare_empty(comparisons, rows, z_BV, out.max[rows], start, want, temperatures)
             continue
         if out.argmax is not None:
             max_B, argmax_B = z_BV.max(-1)
@@ -96,17 +96,17 @@ def sums(
             out.target[rows] = x_BV.gather(-1, column_C[rows, None])[:, 0]
         if out.total is not None:
             out.total[rows] = x_BV.sum(-1)
-        for comparison in compared:
+        for comparison in comparisons:
             comparison.tile(rows, z_BV, x_BV, max_B, start)
         for i, (moments, T) in enumerate(zip(out.moments, temperatures, strict=True)):
             if want.only_plain:
                 moments.S[rows] = 1.0
-                for comparison in compared:
+                for comparison in comparisons:
                     comparison.skip(moments.S[rows])
                 continue
             key, last = want.temperatures[i], i == len(out.moments) - 1  # x may then be overwritten
             s_BV = divide(x_BV, T, rows, into=x_BV if last else None)
-            weighs = moments.X is not None or any(comparison.weighs(key) for comparison in compared)
+            weighs = moments.X is not None or any(comparison.weighs(key) for comparison in comparisons)
             if weighs:
                 s_BV = floored(s_BV, keep=s_BV is x_BV and not last)
             weighs = weighs or (kept is not None and kept.kind == "unit")
@@ -118,8 +118,8 @@ def sums(
             S_B = e_BV.sum(-1)
             if moments.Q is not None:
                 moments.Q[rows] = (e_BV * e_BV).sum(-1)
-            for comparison in compared:
-                S_B = comparison.meet(rows, key, T, s_BV, e_BV, S_B)
+            for comparison in comparisons:
+                S_B = comparison.compare(rows, key, T, s_BV, e_BV, S_B)
             moments.S[rows] = S_B
             if kept is not None and kept.kind == "bent" and t_BV is not None:
                 torch.addcmul(e_BV, e_BV * t_BV, t_BV, value=-1, out=kept.tile(rows))
@@ -129,7 +129,7 @@ def sums(
                 moments.X[rows] = (s_BV if keeps else e_BV).mul_(e_BV if keeps else s_BV).sum(-1)
     if out.target is not None and here_C is not None:
         out.target.masked_fill_(~here_C, -math.inf)
-    return out._replace(teachers=tuple(comparison.partial() for comparison in compared))
+    return out._replace(teachers=tuple(comparison.partial() for comparison in comparisons))
 
 
 def pull(
@@ -244,13 +244,13 @@ def cannot_run(want: Want) -> None:
     """None: every divergence can run, as it is made of torch's own operations."""
 
 
-def _compare(compared: Sequence[Comparison], rows: slice, *tile: Any) -> None:
+def _compare_empty(comparisons: Sequence[Comparison], rows: slice, *tile: Any) -> None:
     """A part without columns still takes part in every comparison."""
     z_BV, max_B, start, want, temperatures = tile
-    for comparison in compared:
+    for comparison in comparisons:
         comparison.tile(rows, z_BV, z_BV, max_B, start)
         for key, T in zip(want.temperatures, temperatures, strict=True):
-            comparison.meet(rows, key, T, z_BV, z_BV, max_B.new_zeros(len(max_B)))
+            comparison.compare(rows, key, T, z_BV, z_BV, max_B.new_zeros(len(max_B)))
 
 
 def _over(

@@ -22,7 +22,7 @@ from headloss.teachers import (
     DenseChunk,
     DensePartial,
     DenseSoftmax,
-    Meeting,
+    JointMoments,
     SparseChunk,
     SparsePartial,
     TeacherChunk,
@@ -69,7 +69,7 @@ class Comparison:
 
     def tile(self, rows: slice, z_BV: Tensor, x_BV: Tensor, max_B: Tensor, start: int) -> None:
         """Begin a tile with whatever does not depend on the temperature.  x = z - max."""
-        part: dict[str, Any] = {"meetings": [], "tails": []}
+        part: dict[str, Any] = {"moments": [], "tails": []}
         if isinstance(self.chunk, DenseChunk):
             u_BU = logits(self.chunk.raw_CV[rows, : self.chunk.columns], self.chunk.scale, self.chunk.softcap)
             u_BU = u_BU.to(self.dtype)
@@ -155,14 +155,16 @@ class Comparison:
         return {"ids": ids_BK, "columns": columns_BK, "theirs": Theirs(max_B, tuple(at), tuple(sums))}
 
     def weighs(self, key: float | None) -> bool:
-        """Whether `meet` multiplies by s, which must then be finite."""
+        """Whether `compare` multiplies by s, which must then be finite."""
         return any(self.want.sums(x, key, self.name) for x in "XF")
 
     def skip(self, S_B: Tensor) -> None:
-        """In place of `meet`, at a temperature at which nothing reads a softmax."""
-        self.parts[-1]["meetings"].append(Meeting(S_B, None, S_B, None, None, None))
+        """In place of `compare`, at a temperature at which nothing reads a softmax."""
+        self.parts[-1]["moments"].append(JointMoments(S_B, None, S_B, None, None, None))
 
-    def meet(self, rows: slice, key: float | None, T: Temperature, s_BV: Tensor, e_BV: Tensor, S_B: Tensor) -> Tensor:
+    def compare(
+        self, rows: slice, key: float | None, T: Temperature, s_BV: Tensor, e_BV: Tensor, S_B: Tensor
+    ) -> Tensor:
         """Compare at one temperature: s = x / T, e = exp(s), S their sum; returns S over all columns, ids included."""
         if key not in self.temperatures:
             return S_B
@@ -189,7 +191,7 @@ class Comparison:
         if wants["Y"] or wants["G"]:
             y_BU = floored(y_BU, keep=not last and y_BU is part["y"])
         s_BU, e_BU, f_BU = s_BV[:, :U], e_BV[:, :U], torch.exp(y_BU, out=self.room("f", y_BU, self.dtype))
-        meeting = Meeting(
+        joint = JointMoments(
             S=S_B if e_BV.shape[-1] == U else e_BU.sum(-1),
             X=_dot(e_BU, s_BU) if wants["X"] else None,
             St=f_BU.sum(-1),
@@ -197,17 +199,17 @@ class Comparison:
             F=_dot(f_BU, s_BU) if wants["F"] else None,
             G=_dot(e_BU, y_BU) if wants["G"] else None,
         )
-        part["meetings"].append(meeting)
+        part["moments"].append(joint)
         if self.kept is not None and self.kept.fact is not None and self.kept.fact[1:3] == (key, self.name):
-            self._unit(self.kept, rows, meeting, s_BU, e_BU, y_BU, f_BU)
+            self._unit(self.kept, rows, joint, s_BU, e_BU, y_BU, f_BU)
         return S_B
 
     def _unit(
-        self, kept: Kept, rows: slice, meeting: Meeting, s_BV: Tensor, e_BV: Tensor, y_BV: Tensor, f_BV: Tensor
+        self, kept: Kept, rows: slice, joint: JointMoments, s_BV: Tensor, e_BV: Tensor, y_BV: Tensor, f_BV: Tensor
     ) -> None:
         """Keep the fact's pull for a cotangent of 1; for a divergence its sum too, which the second read returns."""
         assert kept.fact is not None
-        S_B1, St_B1 = (x.masked_fill(x == 0, 1.0)[:, None] for x in (meeting.S, meeting.St))
+        S_B1, St_B1 = (x.masked_fill(x == 0, 1.0)[:, None] for x in (joint.S, joint.St))
         if kept.fact.element is None:  # cross-entropy to the teacher: p - q
             torch.mul(e_BV, 1 / S_B1, out=kept.tile(rows)).addcmul_(f_BV, 1 / St_B1, value=-1)
             return
@@ -229,12 +231,12 @@ class Comparison:
                 at, sums = (tuple(map(join, zip(*x, strict=True))) for x in zip(*((x.at, x.sums) for x in of)))
                 theirs = Theirs(join([x.max for x in of]), at, sums)
             return SparsePartial(ids, tail_max, tails, top, join([t["columns"] for t in tiles]), theirs)
-        meetings = tuple(
-            Meeting(*(join(xs) for xs in zip(*ms, strict=True)))
-            for ms in zip(*(t["meetings"] for t in tiles), strict=True)
+        moments = tuple(
+            JointMoments(*(join(xs) for xs in zip(*ms, strict=True)))
+            for ms in zip(*(t["moments"] for t in tiles), strict=True)
         )
         plain = [join(xs) for xs in zip(*(t["plain"] for t in tiles), strict=True)]
-        return DensePartial(join([t["max"] for t in tiles]), join([t["argmax"] for t in tiles]), meetings, *plain)
+        return DensePartial(join([t["max"] for t in tiles]), join([t["argmax"] for t in tiles]), moments, *plain)
 
 
 GROUP = 16  # columns, whose largest is found in one pass

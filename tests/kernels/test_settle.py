@@ -452,7 +452,7 @@ def agreed(argmax, teacher_argmax):
     return (argmax == teacher_argmax).float()
 
 
-TAUGHT = {
+WITH_TEACHER = {
     "f": forward_kl,
     "r": hl.Term(reverse_kl, temperature=2.0, weight=0.3),
     "e": hl.Term(entropy_gap, weight=0.2),
@@ -477,7 +477,7 @@ def test_a_dense_teacher(kind, meet, how, monkeypatch):
     names = oracle.inputs_of(gspo) if meet else ()
     problem = in_float32(oracle.make(kind, (17,), vocab=41, inputs=names, teacher=True))
     problem = oracle.replace(problem, teacher=problem.teacher.float().double())
-    objective = hl.Objective(**TAUGHT, **more, metrics=["entropy", agreed], backend="triton")
+    objective = hl.Objective(**WITH_TEACHER, **more, metrics=["entropy", agreed], backend="triton")
     assert (launches(objective, problem) == SETTLES) == meet
     want, memory = oracle.answer(objective, problem), problem.budget(12, itemsize=4) if kind == "Linear" else None
     for _ in range(2):
@@ -530,7 +530,7 @@ def test_a_teachers_head(meet, monkeypatch):
         teacher = hl.Linear(hidden.to(dtype), weight.to(dtype), memory=4 * 41 * 5, temperature=0.7)
         leaves = problem.leaves(dtype)
         call = {"segments": problem.segments, "teacher": teacher, **problem.inputs}
-        out = hl.Objective(**TAUGHT, **more, backend=backend)(problem.source(leaves), problem.targets, **call)
+        out = hl.Objective(**WITH_TEACHER, **more, backend=backend)(problem.source(leaves), problem.targets, **call)
         (2 * out.loss + out.facts.logprob.sum()).backward(retain_graph=True)
         out.loss.backward()
         found.append((out.loss.detach().double(), leaves["logits"].grad.double()))

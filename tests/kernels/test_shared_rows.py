@@ -11,7 +11,7 @@ import headloss as hl
 from headloss.losses import cross_entropy, forward_kl, jsd, reverse_kl
 
 pytest.importorskip("triton")
-from test_taught import DIVERGENCES, Batch, agreement, both, mix
+from test_visit_teachers import DIVERGENCES, Batch, agreement, both, mix
 
 from headloss.backends.triton import visit as one
 
@@ -22,7 +22,7 @@ SMALL = one.Shape(1, 1, span=2)  # 256 columns of float32 a program, or 512 of b
 @pytest.fixture
 def parts(monkeypatch):
     """How many programs shared a row, for each visit; each has two blocks."""
-    monkeypatch.setattr(one, "TAUGHT_SHARED", ((64, SMALL), (64, SMALL)))
+    monkeypatch.setattr(one, "SHARED_WITH_TEACHER", ((64, SMALL), (64, SMALL)))
     monkeypatch.setattr(one, "multiprocessors", lambda device: 64)
     found, fire = [], one.fire
     note = lambda plan, kernel, *more: (found.append(kernel.constants["F"].PARTS), fire(plan, kernel, *more))[1]
@@ -104,7 +104,7 @@ def test_which_rows_are_shared():
     plan = lambda divergence=None, T=1: SimpleNamespace(
         heavy=False, program=teacher, divergence=divergence, flags={"DENSE": True, "A": (True,) * T}
     )
-    (least, shape), (rest_least, rest) = one.TAUGHT_SHARED
+    (least, shape), (rest_least, rest) = one.SHARED_WITH_TEACHER
     size = 2 * 128256
     assert one.shape_of(plan(), size, most=33) == shape
     assert one.shape_of(plan(object()), size, most=33) == one.shape_of(plan(T=2), size, most=33) == rest

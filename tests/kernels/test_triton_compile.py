@@ -196,10 +196,12 @@ def taught_pull(names="", own="", *, element=None, dtype="bf16", teachers=1):
     some = lambda letters, those: [empty(ROWS) if x in those else None for x in letters]
     divergences = (DivergencePull(element, empty(ROWS), empty(ROWS)),) if element else ()
     numbers = (empty(ROWS), empty(ROWS), (empty(ROWS),), (empty(ROWS),), (1.0,))
-    met = teacher_pulls.Met(chunk(128256, dtype), *numbers, (DensePull(*some("ABCD", names), divergences=divergences),))
+    entry = teacher_pulls.DenseEntry(
+        chunk(128256, dtype), *numbers, (DensePull(*some("ABCD", names), divergences=divergences),)
+    )
     entries = [teacher_pulls.Entry(1.0, empty(ROWS), empty(ROWS), Pull(*some("ABECY", own)))] if own else []
     raw = empty(ROWS, 128256, kind=dtype)
-    return Built(lambda: teacher_pulls._write(raw, TARGETS, raw, entries, [met] * teachers, PLAIN, 0, None))
+    return Built(lambda: teacher_pulls._write(raw, TARGETS, raw, entries, [entry] * teachers, PLAIN, 0, None))
 
 
 def sparse(which):
@@ -222,7 +224,7 @@ def sparse(which):
 
 
 JSD = Element(jsd, {"beta": 0.5})
-TAUGHT = {
+WITH_TEACHER = {
     "sums of a forward comparison": lambda: dense("teacher_cross_entropy", "teacher_entropy"),
     "sums of a reverse comparison": lambda: dense("reverse_cross_entropy", "shared_entropy"),
     "sums, float32": lambda: dense("teacher_cross_entropy", dtype="fp32", teacher="fp32"),
@@ -245,9 +247,9 @@ TAUGHT = {
 }
 
 
-@pytest.mark.parametrize("name", TAUGHT)
+@pytest.mark.parametrize("name", WITH_TEACHER)
 def test_teachers_kernels_compile_without_spills(name, tmp_path):
-    built = TAUGHT[name]()
+    built = WITH_TEACHER[name]()
     usage = re.search(r"REG:(\d+) STACK:(\d+)", built.dump("--dump-resource-usage", tmp_path))
     assert usage is not None and int(usage[2]) <= 16, usage  # a number or two may be put aside before the loops
     code = built.dump("-sass", tmp_path)
@@ -453,7 +455,7 @@ def test_one_launch_beside_a_teacher_compiles_for_hopper(name, tmp_path):
 
 
 LONG = 128512  # of no other test: a kernel is kept for calls of its layout
-TAUGHT_SHARED = {
+SHARED_WITH_TEACHER = {
     "forward_kl": lambda: with_teacher(LONG, kd=Term(forward_kl)),
     "reverse_kl, float32": lambda: with_teacher(LONG, dtype="fp32", kd=Term(reverse_kl)),
     "jsd": lambda: with_teacher(LONG, kd=Term(jsd, beta=0.5)),
@@ -463,12 +465,12 @@ TAUGHT_SHARED = {
 }
 
 
-@pytest.mark.parametrize("name", TAUGHT_SHARED)
+@pytest.mark.parametrize("name", SHARED_WITH_TEACHER)
 def test_rows_with_a_teacher_that_programs_share_compile_for_hopper(name, tmp_path, monkeypatch):
     monkeypatch.setattr(visits, "multiprocessors", lambda device: 132)
-    built = TAUGHT_SHARED[name]()
+    built = SHARED_WITH_TEACHER[name]()
     usage = re.search(r"REG:(\d+) STACK:(\d+)", built.dump("--dump-resource-usage", tmp_path))
-    shape = visits.TAUGHT_SHARED[name.startswith(("jsd", "cross"))][1]
+    shape = visits.SHARED_WITH_TEACHER[name.startswith(("jsd", "cross"))][1]
     assert usage is not None and int(usage[1]) <= shape.registers and int(usage[2]) <= 64, usage
     code = built.dump("-sass", tmp_path)
     check_meeting(code)

@@ -346,7 +346,7 @@ def test_rows_that_cannot_be_shared(monkeypatch):
 
 
 def test_every_row_that_keeps_blocks_has_them():
-    for table in (visits.SHAPES, visits.FORWARD, visits.TAUGHT):
+    for table in (visits.SHAPES, visits.FORWARD, visits.WITH_TEACHER):
         below = 0
         for most, *shapes in table:
             for shape in shapes:

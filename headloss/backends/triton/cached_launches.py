@@ -22,11 +22,11 @@ from headloss.backends.triton.settled_pull import pull_settled
 from headloss.backends.triton.tiles import address
 from headloss.backends.triton.totals import fire_totals, totals_launch
 from headloss.backends.triton.visit import (
-    UNTAUGHT,
+    NO_TEACHER,
     Arguments,
     fire,
     plan_of,
-    taught_by,
+    teacher_arguments,
     visit,
 )
 from headloss.backends.triton.visit_records import Visited
@@ -115,7 +115,7 @@ class Visits:
         found, first = visited.term_values
         kernel = totals_launch(first, weights)
         if noted and key is not None:
-            taught = taught_by(plan, columns, teachers[0]) if teachers else UNTAUGHT
+            taught = teacher_arguments(plan, columns, teachers[0]) if teachers else NO_TEACHER
             own = (float(columns), float(scale), 1.0 if cap is None else float(cap))
             numbers = (program.numbers, plan.divergence_numbers, *own, taught.scale, taught.cap)
             self.known[key] = (*noted, kernel, taught.temperatures, numbers)

@@ -23,7 +23,7 @@ from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.tiles import plain_temperature
 from headloss.backends.triton.visit_records import KINDS, Visited, bests_of
 from headloss.facts import Fact, Partial, Softmax, Want, finish
-from headloss.teachers import DensePartial, DenseSoftmax, Meeting
+from headloss.teachers import DensePartial, DenseSoftmax, JointMoments
 
 BLOCK, WARPS = 256, 4  # fixed, so that the sums of a segment do not depend on the other rows
 
@@ -80,7 +80,7 @@ def in_order(partial: Partial, want: Want, divergences: Sequence[tuple[Any, Any]
     theirs = [x for x in partial.teachers if isinstance(x, DensePartial)]
     assert len(theirs) == len(want.teachers)
     found += [*(x.max for x in theirs), *(x.argmax for x in theirs)]
-    found += [x for dense in theirs for meeting in dense.meetings for x in meeting]
+    found += [x for dense in theirs for joint in dense.moments for x in joint]
     of = dict(zip(want.all_divergences, divergences, strict=True))
     found += [x for f in want.facts if f in of for x in of[f]]
     return [x for x in found if x is not None]
@@ -112,8 +112,8 @@ class Settled(Visited):
         own = Softmax(next(numbers), take(len(want.temperatures)))
         maxima, logs = take(len(want.teachers)), []
         for name in want.teachers:
-            met = len(want.temperatures_of(name))
-            logs.append((take(met), take(met)))
+            compared = len(want.temperatures_of(name))
+            logs.append((take(compared), take(compared)))
         slopes = dict(zip([f for f in want.facts if f.element is not None], numbers, strict=True))
         divergences = [tuple(slopes[f] for f in divergences_of(want, name)) for name in want.teachers]
         seen = [DenseSoftmax(most, *log, at) for most, log, at in zip(maxima, logs, divergences, strict=True)]
@@ -257,7 +257,7 @@ class Plan(NamedTuple):
 def _plan(program: Program) -> Plan:
     want = program.want
     used = tuple(i for i, present in enumerate(program.present) if any(present))
-    keys, met = want.temperatures, [(name, T) for name in want.teachers for T in want.temperatures_of(name)]
+    keys, compared = want.temperatures, [(name, T) for name in want.teachers for T in want.temperatures_of(name)]
     sums = lambda x: tuple(want.sums(x, T) for T in keys)
     bests = bests_of(want)
     divergences = sum(f.element is not None for f in want.facts)
@@ -266,17 +266,17 @@ def _plan(program: Program) -> Plan:
         KINDS=tuple(KINDS.get(f.name, 0) for f in want.facts), USED=used,
         PRESENT=tuple(x for present in program.present for x in present), OF_SEGMENTS=program.of_segments,
         PICK=want.target, TOTAL=want.total, BEST=want.argmax, BEST_SLOT=1 + want.target + 2 * want.total,
-        WANT_X=sums("X"), WANT_Q=sums("Q"), TARGET=program.target, TAUGHT=bool(want.teachers),
+        WANT_X=sums("X"), WANT_Q=sums("Q"), TARGET=program.target, TEACHERS=bool(want.teachers),
         THEIR_SLOT=1 + want.target + 2 * want.total + want.argmax + len(keys) + sum(sums("X")) + sum(sums("Q")),
         TEACHER_BEST=tuple(want.sums("argmax", teacher=name) for name in want.teachers),
         BEST_OF=tuple(bests.index(f.teacher) if f.teacher in bests else 0 for f in want.facts),
-        MET=tuple(x in ("S", "St") or want.sums(x, T, name) for name, T in met for x in Meeting._fields),
+        JOINT=tuple(x in ("S", "St") or want.sums(x, T, name) for name, T in compared for x in JointMoments._fields),
         DIVERGENCES=divergences,
         TEACHER_PULLS=(*(x for present in program.teacher_pulls for x in present), *(True,) * len(program.divergences)),
     )  # fmt: skip
     sizes = (
-        1 + len(keys) + len(want.teachers) + 2 * len(met) + divergences, flags.KINDS.count(0), 0, len(program.metrics),
-        len(program.cotangents), len(program.input_cotangents),
+        1 + len(keys) + len(want.teachers) + 2 * len(compared) + divergences, flags.KINDS.count(0), 0,
+        len(program.metrics), len(program.cotangents), len(program.input_cotangents),
     )  # fmt: skip
     pulled = 1 + sum(1 + sum(program.present[i]) for i in used) + sum(flags.TEACHER_PULLS)
     high = len(program.terms) + 1 + len(program.segment_metrics)

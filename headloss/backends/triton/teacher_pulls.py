@@ -57,7 +57,7 @@ class Entry(NamedTuple):
     pull: Pull
 
 
-class Met(NamedTuple):
+class DenseEntry(NamedTuple):
     """A dense teacher's pulls, at each temperature that has one."""
 
     chunk: DenseChunk
@@ -68,13 +68,13 @@ class Met(NamedTuple):
     T: tuple[Temperature, ...]  # the student's
     pulls: tuple[DensePull, ...]
 
-    def cut(self, low: int, high: int) -> Met:
+    def cut(self, low: int, high: int) -> DenseEntry:
         """The same for these columns alone."""
         chunk = self.chunk._replace(raw_CV=self.chunk.raw_CV[:, low:], columns=high - low)
         return self._replace(chunk=chunk)
 
 
-class Named(NamedTuple):
+class SparseEntry(NamedTuple):
     """A sparse teacher's pulls."""
 
     ids_CK: Tensor
@@ -117,14 +117,14 @@ def pull(
     for chunk, seen, own, Ts in zip(teachers, softmax.teachers, teacher_pulls, teacher_temperatures, strict=True):
         if isinstance(chunk, SparseChunk):
             if any(x is not None for k in own for x in k):
-                sparse.append(Named(chunk.ids_CK, seen, tuple(Ts), own))  # type: ignore[arg-type]
+                sparse.append(SparseEntry(chunk.ids_CK, seen, tuple(Ts), own))  # type: ignore[arg-type]
         elif chunk.columns:
             assert isinstance(seen, DenseSoftmax)
             kept = [i for i, k in enumerate(own) if any(x is not None for x in k[:4]) or k.divergences]  # type: ignore[attr-defined]
             if kept:
                 at = lambda xs, kept=kept: tuple(xs[i] for i in kept)
                 chunk = chunk._replace(temperatures=at(chunk.temperatures))
-                dense.append(Met(chunk, softmax.max, seen.max, at(seen.log_S), at(seen.log_St), at(Ts), at(own)))
+                dense.append(DenseEntry(chunk, softmax.max, seen.max, at(seen.log_S), at(seen.log_St), at(Ts), at(own)))
     apart = _at_ids(raw_CV, target_C, entries, dense, sparse, how, start) if sparse else None
     for named in sparse:
         assert named.seen.tail_max is not None or all(k.tail is None for k in named.pulls)
@@ -159,7 +159,7 @@ def _everywhere(
     target_C: Tensor | None,
     out_CV: Tensor,
     entries: list[Entry],
-    dense: list[Met],
+    dense: list[DenseEntry],
     how: Transform,
     start: int,
     shape: Shape | None,
@@ -168,9 +168,9 @@ def _everywhere(
     """The gradient at every column, except at the ids of sparse teachers: one launch per range of columns that the same
     dense teachers have."""
     V = raw_CV.shape[1]
-    cuts = sorted({0, V, *(met.chunk.columns for met in dense)})
+    cuts = sorted({0, V, *(entry.chunk.columns for entry in dense)})
     for low, high in itertools.pairwise(cuts):
-        mine = [met.cut(low, high) for met in dense if met.chunk.columns >= high]
+        mine = [entry.cut(low, high) for entry in dense if entry.chunk.columns >= high]
         _write(raw_CV[:, low:high], target_C, out_CV[:, low:high], entries, mine, how, start + low, shape, noted)
 
 
@@ -179,7 +179,7 @@ def _write(
     target_C: Tensor | None,
     out_CV: Tensor,
     entries: Sequence[Entry],
-    dense: Sequence[Met],
+    dense: Sequence[DenseEntry],
     how: Transform,
     start: int,
     shape: Shape | None,
@@ -191,7 +191,7 @@ def _write(
         out_CV.zero_()
         return
     raw, out = rows_of(raw_CV), rows_of(out_CV)
-    divergent = any(k.divergences for met in dense for k in met.pulls)
+    divergent = any(k.divergences for entry in dense for k in entry.pulls)
     shape = shape or row_shape(WITH_DIVERGENCE if divergent else WITH_TEACHER, V)
     numbers = [x for e in entries for x in (e.max, e.log_sum, *e.pull) if x is not None]
     given = tuple(plain_temperature(e.T) for e in entries)
@@ -203,22 +203,22 @@ def _write(
         STAGES=shape.stages, MAXIMA=True,
     )  # fmt: skip
     element, numbers_given = None, PullGiven(given, *how.numbers)
-    theirs = [rows_of(readable(met.chunk.raw_CV[:, :V])) for met in dense]
+    theirs = [rows_of(readable(entry.chunk.raw_CV[:, :V])) for entry in dense]
     if dense:
-        every = [(t, i, k) for t, met in enumerate(dense) for i, k in enumerate(met.pulls)]
-        others = [Transform(met.chunk.scale, met.chunk.softcap) for met in dense]
-        met_given = tuple(plain_temperature(T) for met in dense for T in met.T)
-        their_given = tuple(plain_temperature(T) for met in dense for T in met.chunk.temperatures)
-        numbers += [dense[0].own_max, *(met.max for met in dense)]
+        every = [(t, i, k) for t, entry in enumerate(dense) for i, k in enumerate(entry.pulls)]
+        others = [Transform(entry.chunk.scale, entry.chunk.softcap) for entry in dense]
+        compared_given = tuple(plain_temperature(T) for entry in dense for T in entry.T)
+        their_given = tuple(plain_temperature(T) for entry in dense for T in entry.chunk.temperatures)
+        numbers += [dense[0].own_max, *(entry.max for entry in dense)]
         for t, i, k in every:
             numbers += [dense[t].log_S[i], dense[t].log_St[i], *(x for x in k[:4] if x is not None)]
         divergences = [(n, at) for n, (_, _, k) in enumerate(every) for at in k.divergences]
         numbers += [x for _, at in divergences for x in (at.g, at.C)]
         on = lambda n: tuple(k[n] is not None for _, _, k in every)
         flags = flags._replace(
-            MET_OF=tuple(t for t, _, _ in every), TA=on(0), TB=on(1), TC=on(2), TD=on(3),
+            TEACHER_OF=tuple(t for t, _, _ in every), TA=on(0), TB=on(1), TC=on(2), TD=on(3),
             DIVERGENCES=tuple(n for n, _ in divergences),
-            MET_PER_ROW=per_row(met_given), TEACHER_PER_ROW=per_row(their_given),
+            COMPARED_PER_ROW=per_row(compared_given), TEACHER_PER_ROW=per_row(their_given),
             TEACHER_SCALED=tuple(x.flags()["SCALED"] for x in others),
             TEACHER_CAPPED=tuple(x.flags()["CAPPED"] for x in others),
             TEACHER_VEC=tuple(vector_along(out, x) for x in theirs),
@@ -227,7 +227,7 @@ def _write(
         if divergences:
             element, options = printed(tuple((n, at.element) for n, at in divergences), len(every))
         numbers_given = numbers_given._replace(
-            met_temperatures=met_given, teacher_temperatures=their_given, numbers=options,
+            compared_temperatures=compared_given, teacher_temperatures=their_given, numbers=options,
             teacher_scales=tuple(x.numbers[0] for x in others), teacher_caps=tuple(x.numbers[1] for x in others),
             teacher_strides=tuple(x.x_CV.stride(0) for x in theirs), teacher_leads=tuple(x.lead for x in theirs),
         )  # fmt: skip
@@ -238,13 +238,17 @@ def _write(
     target_stride = 0 if target is None else target.stride(0)
     places = (raw.x_CV.stride(0), raw.lead, out.x_CV.stride(0), out.lead, target_stride, start)
     # all that a compiled kernel depends on: see launch.py
-    own = *given, *numbers_given.met_temperatures, *numbers_given.teacher_temperatures
+    own = *given, *numbers_given.compared_temperatures, *numbers_given.teacher_temperatures
     key = (
         *kinds_of(raw.x_CV, rows, out.x_CV, target, *each, *own), C == 1, C & 15, C >> 31, V, parts, places,
         numbers_given.teacher_strides, numbers_given.teacher_leads,
     )  # fmt: skip
     found = (launch, target is not None, key, C * parts, (numbers_given, C, V, parts, *places))
-    as_given = [(raw, raw_CV), (out, out_CV), *((x, met.chunk.raw_CV) for x, met in zip(theirs, dense, strict=True))]
+    as_given = [
+        (raw, raw_CV),
+        (out, out_CV),
+        *((x, entry.chunk.raw_CV) for x, entry in zip(theirs, dense, strict=True)),
+    ]
     if noted is not None and all(is_as_given(*pair) for pair in as_given):
         noted += [found, numbers]
     fire_pull(found, raw.x_CV, target, rows, out.x_CV, each)
@@ -254,8 +258,8 @@ def _at_ids(
     raw_CV: Tensor,
     target_C: Tensor | None,
     entries: list[Entry],
-    dense: list[Met],
-    sparse: list[Named],
+    dense: list[DenseEntry],
+    sparse: list[SparseEntry],
     how: Transform,
     start: int,
 ) -> tuple[Tensor, Tensor]:
@@ -267,10 +271,10 @@ def _at_ids(
     raw_CK = raw_CV.gather(-1, column_CK)
     grad_CK = torch.empty(C, K, dtype=torch.float32, device=raw_CV.device)
     _write(raw_CK, None, grad_CK, [e._replace(pull=e.pull._replace(y=None)) for e in entries], (), how, 0, None)
-    for met in dense:
-        U = met.chunk.columns
-        theirs_CK = met.chunk.raw_CV[:, :U].gather(-1, column_CK.clamp(max=U - 1))
-        own = met._replace(chunk=met.chunk._replace(raw_CV=theirs_CK, columns=K))
+    for entry in dense:
+        U = entry.chunk.columns
+        theirs_CK = entry.chunk.raw_CV[:, :U].gather(-1, column_CK.clamp(max=U - 1))
+        own = entry._replace(chunk=entry.chunk._replace(raw_CV=theirs_CK, columns=K))
         more_CK = torch.empty_like(grad_CK)
         _write(raw_CK, None, more_CK, [], [own], how, 0, None)
         grad_CK += more_CK.masked_fill_(column_CK >= U, 0.0)

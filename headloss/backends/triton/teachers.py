@@ -48,7 +48,7 @@ from headloss.nested import nest
 from headloss.teachers import (
     DenseChunk,
     DensePartial,
-    Meeting,
+    JointMoments,
     SparseChunk,
     SparsePartial,
     TeacherChunk,
@@ -151,25 +151,25 @@ def _together(
     """The partials of the shared columns; `alone`: without the facts of the student itself."""
     check_dtype(raw_CU)
     C, U = raw_CU.shape
-    met_keys = want.temperatures_of(name)
-    keys = met_keys if alone else want.temperatures
-    met = tuple(key in met_keys for key in keys)
+    compared_keys = want.temperatures_of(name)
+    keys = compared_keys if alone else want.temperatures
+    compared = tuple(key in compared_keys for key in keys)
     own = lambda x: tuple(not alone and want.sums(x, key) for key in keys)
     shared = lambda x: tuple(want.sums(x, key, name) for key in keys)
     target = target_C if want.target and not alone else None
     given = tuple(plain_temperature(student[key]) for key in keys)
-    theirs = dict(zip(met_keys, chunk.temperatures, strict=True))
+    theirs = dict(zip(compared_keys, chunk.temperatures, strict=True))
     given_theirs = tuple(plain_temperature(theirs.get(key, 1.0)) for key in keys)
     other, chained = Transform(chunk.scale, chunk.softcap), chains(raw_CU.device)
     wanted = SweepFlags(
         per_row(given), **how.flags(), **other.flags("TEACHER_"), TARGET=target is not None,
         TOTAL=want.total and not alone, BEST=want.argmax and not alone,
         WANT_X=tuple(a or b for a, b in zip(own("X"), shared("X"), strict=True)), WANT_Q=own("Q"),
-        TEACHER_BEST=want.sums("argmax", teacher=name), MET=met, WANT_Y=shared("Y"), WANT_F=shared("F"),
+        TEACHER_BEST=want.sums("argmax", teacher=name), COMPARED=compared, WANT_Y=shared("Y"), WANT_F=shared("F"),
         WANT_G=shared("G"), TEACHER_PER_ROW=per_row(given_theirs), CHAINED=chained,
     )  # fmt: skip
     pairs = sum(wanted.WANT_F) + sum(wanted.WANT_G)
-    swept = 2 + 2 * wanted.TOTAL + wanted.BEST + wanted.TEACHER_BEST + len(keys) + sum(met) + 2 * pairs
+    swept = 2 + 2 * wanted.TOTAL + wanted.BEST + wanted.TEACHER_BEST + len(keys) + sum(compared) + 2 * pairs
     swept += sum(wanted.WANT_X) + sum(wanted.WANT_Q) + sum(wanted.WANT_Y)
     slots = swept - pairs + (target is not None)
     if C == 0 or U == 0:
@@ -223,15 +223,15 @@ def _named(out_FC: Tensor, wanted: SweepFlags, entropy: Any, shared: Any) -> tup
     take = lambda there: next(slots) if there else None
     best, at, total, columns = next(slots), take(wanted.TARGET), take(wanted.TOTAL), take(wanted.TOTAL)
     argmax, teacher_max, teacher_argmax = take(wanted.BEST), next(slots), take(wanted.TEACHER_BEST)
-    moments, meetings = [], []
-    for i, met in enumerate(wanted.MET):
+    moments, joint = [], []
+    for i, compared in enumerate(wanted.COMPARED):
         S, X, Q = next(slots), take(wanted.WANT_X[i]), take(wanted.WANT_Q[i])
         moments.append(Moments(S, X if entropy[i] else None, Q))
-        if met:
+        if compared:
             St, Y, F, G = next(slots), take(wanted.WANT_Y[i]), take(wanted.WANT_F[i]), take(wanted.WANT_G[i])
-            meetings.append(Meeting(S, X if shared[i] else None, St, Y, F, G))
+            joint.append(JointMoments(S, X if shared[i] else None, St, Y, F, G))
     partial = Partial(best, argmax, at, total, columns, tuple(moments))
-    return partial, DensePartial(teacher_max, teacher_argmax, tuple(meetings))
+    return partial, DensePartial(teacher_max, teacher_argmax, tuple(joint))
 
 
 def _sparse(

@@ -18,8 +18,8 @@ import triton  # type: ignore
 from torch import Tensor
 
 from headloss.backends.triton.given_numbers import Number, as_number, forms_of, kinds_in
-from headloss.backends.triton.kernels.meeting import IN_TURN, MISSING
 from headloss.backends.triton.kernels.records import At, Flags, Given
+from headloss.backends.triton.kernels.shared_rows import IN_TURN, MISSING
 from headloss.backends.triton.kernels.visit import visit_kernel
 from headloss.backends.triton.launch import MOST_KNOWN, Launch
 from headloss.backends.triton.printer.program import Program
@@ -101,12 +101,12 @@ SHARED = (
 )
 # So are rows with a dense teacher: what programs read twice is still in the first cache then, up to 240 KiB of 256.
 # Second: where more numbers are kept per lane, for a divergence that needs a second read, or at several temperatures.
-TAUGHT_SHARED = (
+SHARED_WITH_TEACHER = (
     (48 * KIB, Shape(4, 4, registers=96, span=3)),
     (96 * KIB, Shape(4, 2, registers=72, span=4)),
 )
 # with a dense teacher; with a divergence that needs a second read; with ids.  See benchmarks/gpu_teachers.py.
-TAUGHT = (
+WITH_TEACHER = (
     (16 * KIB, Shape(4, 2), Shape(4, 2), Shape(4, 2)),
     (32 * KIB, Shape(8, 2), Shape(4, 2), Shape(4, 2)),
     (80 * KIB, Shape(8, 2), Shape(8, 2), Shape(8, 4, registers=80)),
@@ -128,7 +128,7 @@ def shape_of(plan: Plan, row: int, gradient: bool = True, skewed: bool = False, 
     if gradient and shared:
         return shared[0]
     if plan.program.want.teachers:
-        dense, divergent, ids = next(shapes for up_to, *shapes in TAUGHT if up_to >= row)
+        dense, divergent, ids = next(shapes for up_to, *shapes in WITH_TEACHER if up_to >= row)
         return divergent if plan.divergence is not None else dense if plan.flags["DENSE"] else ids
     light, heavy = next(shapes for up_to, *shapes in (SHAPES if gradient else FORWARD) if up_to >= row)
     return heavy if plan.heavy or (skewed and gradient) else light
@@ -137,7 +137,7 @@ def shape_of(plan: Plan, row: int, gradient: bool = True, skewed: bool = False, 
 def shared_shapes(plan: Plan) -> Sequence[tuple[int, int, Shape]]:
     """Above and up to how many bytes several programs share a row, and their shape."""
     if plan.flags["DENSE"]:
-        least, shape = TAUGHT_SHARED[plan.divergence is not None or len(plan.flags["A"]) > 1]
+        least, shape = SHARED_WITH_TEACHER[plan.divergence is not None or len(plan.flags["A"]) > 1]
         return ((least, 1 << 40, shape),)
     return () if plan.heavy or plan.program.want.teachers else SHARED
 
@@ -178,8 +178,8 @@ def visit(
     bases = tuple([w if type(w) is float else as_number(w, device) for w in arguments.bases])
     factors = tuple([w if type(w) is float else as_number(w, device) for w in arguments.factors])
     given_T = tuple([T if type(T) is float else plain_temperature(T) for T in temperatures])
-    taught = taught_by(plan, V, teachers[0]) if teachers else UNTAUGHT
-    x, y, z = raw_CV, raw_CV if out_CV is None else out_CV, raw_CV if taught.x_CV is None else taught.x_CV
+    teacher = teacher_arguments(plan, V, teachers[0]) if teachers else NO_TEACHER
+    x, y, z = raw_CV, raw_CV if out_CV is None else out_CV, raw_CV if teacher.x_CV is None else teacher.x_CV
     aside_CV = None
     if out_CV is not None and V > 1 and y.stride(1) != 1:  # rare: write elsewhere, then copy
         y = aside_CV = torch.empty_like(y, memory_format=torch.contiguous_format)
@@ -189,7 +189,7 @@ def visit(
             x.dtype, V, x.stride(), None if out_CV is None else y.stride(), y is x, vocab,
             None if target is None else (target.dtype, target.stride(), target.data_ptr() & 15), ignore, scale, softcap,
             start, shape, forms_of((*given_T, *inputs, *bases, *factors)),
-            (taught.form, z.dtype, z.stride(), taught.aligned) if teachers else None,
+            (teacher.form, z.dtype, z.stride(), teacher.aligned) if teachers else None,
         )  # fmt: skip
         kernel, places = plan.layouts.get(layout, (None, ()))
     if kernel is None:
@@ -204,10 +204,12 @@ def visit(
         together = raw.vector == out.vector and not apart % raw.vector and not lead_apart % raw.vector
         same = together and raw.line == out.line and not apart % raw.line and not lead_apart % raw.line
         even = raw.line == raw.vector and V % raw.vector == 0  # no vector belongs to two rows
-        pointers = (raw.x_CV, out.x_CV, target, theirs.x_CV, taught.ids, taught.sorted_ids)
+        pointers = (raw.x_CV, out.x_CV, target, theirs.x_CV, teacher.ids, teacher.sorted_ids)
         # all that a compiled kernel depends on, read once: see launch.py
         most = most_parts(x) if same and even and softcap is None else 0
-        if taught.form and (taught.form[2] or not vector_along(raw, theirs) == vector_along(out, theirs) == raw.vector):
+        if teacher.form and (
+            teacher.form[2] or not vector_along(raw, theirs) == vector_along(out, theirs) == raw.vector
+        ):
             most = 0
         size = V * x.itemsize
         shape = shape or shape_of(plan, size, out_CV is not None, raw.line > raw.vector, most)
@@ -220,7 +222,7 @@ def visit(
             tuple([(raw.x_CV if p is None else p).data_ptr() & 15 == 0 for p in pointers]),
             None if target is None else target.dtype, ignore, out_CV is None, scale != 1.0, softcap is not None,
             forms_of(given_T), forms_of(inputs), forms_of(bases), forms_of(factors),
-            taught.form and (*taught.form, z.dtype, vector_along(raw, theirs), vector_along(out, theirs)),
+            teacher.form and (*teacher.form, z.dtype, vector_along(raw, theirs), vector_along(out, theirs)),
         )  # fmt: skip
         kernel = plan.variants.get(form)
         if kernel is None:
@@ -235,10 +237,10 @@ def visit(
     if noted is not None:
         noted += plan.layouts.get(layout, ())  # another thread may make room at any time
     given = Given(
-        given_T, taught.temperatures, inputs, bases, factors, program.numbers, plan.divergence_numbers, float(vocab),
-        float(scale), 1.0 if softcap is None else float(softcap), taught.scale, taught.cap, taught.tails,
+        given_T, teacher.temperatures, inputs, bases, factors, program.numbers, plan.divergence_numbers, float(vocab),
+        float(scale), 1.0 if softcap is None else float(softcap), teacher.scale, teacher.cap, teacher.tails,
     )  # fmt: skip
-    visited = fire(plan, kernel, places, C, given, x, y, target, z, taught.ids, taught.sorted_ids)
+    visited = fire(plan, kernel, places, C, given, x, y, target, z, teacher.ids, teacher.sorted_ids)
     if aside_CV is not None:
         out_CV.copy_(aside_CV)  # type: ignore[union-attr]
     return visited
@@ -259,17 +261,17 @@ def fire(
 ) -> Visited:
     """Launch the kernel of a visit, on student, gradient, targets, and a teacher's logits or ids."""
     visited = Visited.empty(plan, C, x.device)
-    best, theirs, wide, held = visited.best, visited.theirs, visited.wide, x
+    best, theirs, wide, scratch = visited.best, visited.theirs, visited.wide, x
     F, V = kernel.constants["F"], places[0]
     if F.TAIL:
         words = F.L * -(-(V + F.LINE) // (32 * F.L * F.J))
-        held = torch.zeros(C, words, dtype=torch.int32, device=x.device)
+        scratch = torch.zeros(C, words, dtype=torch.int32, device=x.device)
     if F.PARTS:
-        held = torch.full((C, F.TOLD), MISSING.value, dtype=torch.int32, device=x.device)
+        scratch = torch.full((C, F.EXCHANGED), MISSING.value, dtype=torch.int32, device=x.device)
     at = At(
         x, y, x if target is None else target, visited.found,
         x if best is None else best, x if z is None else z, x if theirs is None else theirs, x if ids is None else ids,
-        x if sorted_ids is None else sorted_ids, x if wide is None else wide, held,
+        x if sorted_ids is None else sorted_ids, x if wide is None else wide, scratch,
     )  # fmt: skip
     if F.PARTS and IN_TURN.value:  # no program may overwrite what the next one reads
         apart = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -308,7 +310,7 @@ class Form(NamedTuple):
     teacher: tuple[Any, ...]
 
 
-class Taught(NamedTuple):
+class TeacherArguments(NamedTuple):
     """A teacher as the kernel takes it."""
 
     x_CV: Tensor | None = None
@@ -325,20 +327,20 @@ class Taught(NamedTuple):
         return tuple([x.data_ptr() & 15 == 0 for x in (self.ids, self.sorted_ids) if x is not None])
 
 
-UNTAUGHT = Taught()
+NO_TEACHER = TeacherArguments()
 
 
-def taught_by(plan: Plan, V: int, teacher: TeacherChunk) -> Taught:
+def teacher_arguments(plan: Plan, V: int, teacher: TeacherChunk) -> TeacherArguments:
     if not isinstance(teacher, DenseChunk):
         ids = teacher.ids_CK.contiguous()
-        return Taught(None, ids, teacher.in_order() if plan.flags["TAIL"] else ids)
+        return TeacherArguments(None, ids, teacher.in_order() if plan.flags["TAIL"] else ids)
     assert teacher.columns == V
     x_CV, own = teacher.raw_CV, teacher.temperatures
     x_CV = readable(x_CV if x_CV.shape[1] == V else x_CV[:, :V])
-    given = tuple([1.0 if i < 0 else plain_temperature(own[i]) for i in plan.flags["MEET_OF"]])
+    given = tuple([1.0 if i < 0 else plain_temperature(own[i]) for i in plan.flags["COMPARISON"]])
     cap = 1.0 if teacher.softcap is None else float(teacher.softcap)
-    tails = tuple([teacher.tail[i] for i in plan.flags["MEET_OF"]]) if plan.flags["WHOLE"] else ()  # -1: any
-    return Taught(
+    tails = tuple([teacher.tail[i] for i in plan.flags["COMPARISON"]]) if plan.flags["WHOLE"] else ()  # -1: any
+    return TeacherArguments(
         x_CV, None, None, given, float(teacher.scale), cap,
         (forms_of(given), teacher.scale != 1.0, teacher.softcap is not None, forms_of(tails)), tails,
     )  # fmt: skip
@@ -362,7 +364,7 @@ def _variant(plan: Plan, form: Form) -> Launch:
         K=shape.loads, L=32 * shape.warps, J=J, AHEAD=shape.ahead,
         KEEP=shape.keep if form.same else 0,  # else a lane writes other columns than it reads
         PARTS=form.parts, PADDED=triton.next_power_of_2(max(form.parts, 1)), SPAN=shape.span,
-        TOLD=told(plan, form.parts),
+        EXCHANGED=exchanged(plan, form.parts),
     )  # fmt: skip
     program = plan.program
     functions = {"FN": program.function, "VALUES": program.values, "DIVERGENCE": plan.divergence}
@@ -371,8 +373,8 @@ def _variant(plan: Plan, form: Form) -> Launch:
     return Launch(visit_kernel, {**functions, "F": flags, "num_warps": shape.warps, **most})
 
 
-def told(plan: Plan, parts: int) -> int:
-    """How many numbers, at most, the programs of a row tell each other: see `lanes.sweep_row` and `sweep_pair`."""
+def exchanged(plan: Plan, parts: int) -> int:
+    """How many numbers, at most, the programs of a row exchange: see `lanes.sweep_row` and `sweep_pair`."""
     flags = plan.flags
     return ((6 + 9 * len(flags["A"]) if flags["DENSE"] else 3) + flags["DIVERGENCE_SUMS"]) * parts
 

@@ -47,13 +47,13 @@ class Plan(NamedTuple):
 def plan_of(program: Program) -> Plan:
     want, keys = program.want, program.want.temperatures
     name = want.teachers[0] if want.teachers else None
-    met = () if name is None else want.temperatures_of(name)
+    compared = () if name is None else want.temperatures_of(name)
     dense, width = name is not None and not program.width, program.width
     divergences = tuple(f for f in want.facts if f.element is not None)
-    meets = tuple(keys.index(T) for T in met)
+    compared_at = tuple(keys.index(T) for T in compared)
     pulled_at = tuple(keys.index(f.temperature) for f in program.divergences)
     # per temperature, the coefficients that the teacher contributes to
-    teacher_pulls = dict(zip(meets, program.teacher_pulls, strict=True)) if name is not None else {}
+    teacher_pulls = dict(zip(compared_at, program.teacher_pulls, strict=True)) if name is not None else {}
     theirs = lambda j: tuple(dense and i in teacher_pulls and teacher_pulls[i][j] for i in range(len(keys)))
     tails = tuple(not dense and i in teacher_pulls and teacher_pulls[i][1] for i in range(len(keys)))
     own = {x: tuple(present[j] for present in program.present) for j, x in enumerate("ABECY")}
@@ -67,9 +67,9 @@ def plan_of(program: Program) -> Plan:
         **own,
         "A": tuple(any(x) or i in pulled_at for i, x in enumerate(zip(own["A"], theirs(0), tails, strict=True))),
         "B": tuple(map(any, zip(own["B"], theirs(1), strict=True))),
-        "DENSE": dense, "MEETS": meets,
-        "MEET_OF": tuple(meets.index(i) if i in meets else -1 for i in range(len(keys))),
-        "MET": tuple(dense and i in meets for i in range(len(keys))), "WHOLE": dense and is_whole(str(name)),
+        "DENSE": dense, "COMPARED_AT": compared_at,
+        "COMPARISON": tuple(compared_at.index(i) if i in compared_at else -1 for i in range(len(keys))),
+        "COMPARED": tuple(dense and i in compared_at for i in range(len(keys))), "WHOLE": dense and is_whole(str(name)),
         "TEACHER_BEST": name is not None and want.sums("argmax", teacher=name),
         **{f"WANT_{x}": sums(x) for x in "YFG"},
         "TC": theirs(2), "TD": theirs(3),
@@ -88,7 +88,7 @@ def plan_of(program: Program) -> Plan:
         "FINITE": any(flags["WANT_X"]), "FINITE_OUT": any(flags["B"]), "TEACHER_FINITE": any(flags["WANT_Y"]),
         "NUMBERS": len(program.numbers),
     }  # fmt: skip
-    seen = 1 + len(met) + len(divergences) if dense or flags["TAIL"] else 0
+    seen = 1 + len(compared) + len(divergences) if dense or flags["TAIL"] else 0
     sizes = (
         1 + len(keys) + seen, flags["KINDS"].count(0), len(program.terms), len(program.metrics),
         wide.count(False), len(program.input_cotangents),
@@ -99,7 +99,9 @@ def plan_of(program: Program) -> Plan:
     divergence: Any = None
     numbers: tuple[float, ...] = (0.0,)
     if divergences:
-        divergence, numbers = printed(tuple((met.index(f.temperature), f.element) for f in divergences), len(met))
+        divergence, numbers = printed(
+            tuple((compared.index(f.temperature), f.element) for f in divergences), len(compared)
+        )
     ends = (0, *itertools.accumulate(sizes))
     return Plan(
         program, sum(sizes), wide_slots, bool(wide_slots or flags["BEST"] or flags["TEACHER_BEST"]), heavy,
@@ -181,10 +183,10 @@ class Visited:
         log_sums, rest = tuple(rest[: len(keys)]), rest[len(keys) :]
         if not want.teachers:
             return Softmax(most, log_sums)
-        met = [keys.index(T) for T in want.temperatures_of(want.teachers[0])]
+        compared = [keys.index(T) for T in want.temperatures_of(want.teachers[0])]
         if not self.program.width:
-            log_St, divergences = tuple(rest[1 : 1 + len(met)]), tuple(rest[1 + len(met) :])
-            seen: Any = DenseSoftmax(rest[0], tuple(log_sums[i] for i in met), log_St, divergences)
+            log_St, divergences = tuple(rest[1 : 1 + len(compared)]), tuple(rest[1 + len(compared) :])
+            seen: Any = DenseSoftmax(rest[0], tuple(log_sums[i] for i in compared), log_St, divergences)
         else:
             seen = SparseSoftmax(rest[0] if rest else None, tuple(rest[1:]))
         return Softmax(most, log_sums, (seen,))

@@ -126,7 +126,7 @@ def dense_sums_kernel(
         out = put(own[3 * i], out, step, True)
         out = put(own[3 * i + 1], out, step, F.WANT_X[i])
         out = put(own[3 * i + 2], out, step, F.WANT_Q[i])
-        out = put(theirs[6 * i], out, step, F.MET[i])
+        out = put(theirs[6 * i], out, step, F.COMPARED[i])
         out = put(theirs[6 * i + 1], out, step, F.WANT_Y[i])
         out = put(theirs[6 * i + 2], out, step, F.WANT_F[i])
         out = put(theirs[6 * i + 3], out, step, F.WANT_F[i])

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import FLOOR, LN2
-from headloss.backends.triton.kernels.meeting import highest_of, meet
 from headloss.backends.triton.kernels.pair_loops import read_pair
 from headloss.backends.triton.kernels.row_loops import LOWEST, read
 from headloss.backends.triton.kernels.running_sums import greater, merge_lanes, merge_teacher, one_lane, placed, rebase
+from headloss.backends.triton.kernels.shared_rows import exchange, highest_of
 
 NOWHERE = tl.constexpr(2147483647)
 BEYOND = tl.constexpr(16777216)  # no column of a row that is shared; up to here a float32 holds every integer
@@ -24,18 +24,18 @@ def origin_of(top):
 
 
 @triton.jit
-def sweep_row(raw, skew, end, part, picked, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
+def sweep_row(raw, skew, end, part, picked, c, how, scratch, ids, POLICY: tl.constexpr, F: tl.constexpr):
     """Sweep the student's row.  Returns maximum, argmax, sums (see `merge_lanes`), total, the last block as stored, and
     the results of `around_ids`.
     """
-    m, top, seen, sums, total, centre, tail, left = read(raw, skew, end, part, c, how, held, ids, POLICY, F)
+    m, top, seen, sums, total, centre, tail, left = read(raw, skew, end, part, c, how, scratch, ids, POLICY, F)
     best = tl.full([], NOWHERE, tl.int32)
     if F.BEST:
         best = tl.min(seen, axis=0)
     total += (end - skew).to(tl.float32) * (centre - origin_of(top))
     own = merge_lanes(m, top, sums, c, 3, True, F)
     if F.PARTS:
-        found = meet(held, part, (top, own[0]) + ((picked,) if F.PICK else ()), F)
+        found = exchange(scratch, part, (top, own[0]) + ((picked,) if F.PICK else ()), F)
         tops, top = highest_of(found[0], F)
         own = merge_lanes(tops, top, (found[1], 0.0, 0.0), c, 3, False, F)
         if F.PICK:
@@ -44,7 +44,7 @@ def sweep_row(raw, skew, end, part, picked, c, how, held, ids, POLICY: tl.conste
 
 
 @triton.jit
-def sweep_pair(raw, teacher, skew, end, part, picked, c, ct, how, held, POLICY: tl.constexpr, F: tl.constexpr):
+def sweep_pair(raw, teacher, skew, end, part, picked, c, ct, how, scratch, POLICY: tl.constexpr, F: tl.constexpr):
     """Sweep both rows.  Returns maximum, argmax, sums and total, the teacher's maximum, argmax and sums (see
     `merge_teacher`), and `picked` of the program that has it.
     """
@@ -56,16 +56,16 @@ def sweep_pair(raw, teacher, skew, end, part, picked, c, ct, how, held, POLICY: 
     if F.TEACHER_BEST:
         bestt = tl.min(seent, axis=0)
     if F.PARTS:  # what parts of a row found is merged like what lanes did
-        told = (top, topt) + one_lane(m, mt, top, topt, sums, c, ct, F)
+        numbers = (top, topt) + one_lane(m, mt, top, topt, sums, c, ct, F)
         if F.PICK:
-            told = told + (picked,)
+            numbers = numbers + (picked,)
         if F.TOTAL:
-            told = told + (total,)
+            numbers = numbers + (total,)
         if F.BEST:
-            told = told + (tl.minimum(best, BEYOND),)
+            numbers = numbers + (tl.minimum(best, BEYOND),)
         if F.TEACHER_BEST:
-            told = told + (tl.minimum(bestt, BEYOND),)
-        found = meet(held, part, told, F)
+            numbers = numbers + (tl.minimum(bestt, BEYOND),)
+        found = exchange(scratch, part, numbers, F)
         m, top = highest_of(found[0], F)
         mt, topt = highest_of(found[1], F)
         sums, found = placed(found[2:], F)

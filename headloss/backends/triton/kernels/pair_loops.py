@@ -157,8 +157,8 @@ def divergences_of(z, u, k, numbers, DIVERGENCE: tl.constexpr, F: tl.constexpr):
     """The results of DIVERGENCE, which takes log p and log q at each temperature of the comparison, in nats and never
     below the floor, then p and q, then its numbers.  `k` as in `gradient_pair`."""
     logs, each = (), ()
-    for n in tl.static_range(len(F.MEETS)):
-        log_p, log_q, p, q = log_probs_of(z, u, k, 11 * F.MEETS[n])
+    for n in tl.static_range(len(F.COMPARED_AT)):
+        log_p, log_q, p, q = log_probs_of(z, u, k, 11 * F.COMPARED_AT[n])
         logs, each = logs + (log_p, log_q), each + (p, q)
     return DIVERGENCE(*logs, *each, *numbers)
 
@@ -229,7 +229,7 @@ def gradient_pair(z, u, k, pulls, numbers, cap, DIVERGENCE: tl.constexpr, F: tl.
     If t is a factor, z is finite.
     """
     g = tl.zeros_like(z)
-    for i in tl.static_range(len(F.MET)):
+    for i in tl.static_range(len(F.COMPARED)):
         if F.A[i] or F.B[i] or F.E[i] or F.TC[i]:
             t = tl.fma(z, k[11 * i] + tl.zeros_like(z), k[11 * i + 1] + tl.zeros_like(z))
             e = tl.exp2(t)
@@ -251,7 +251,7 @@ def gradient_pair(z, u, k, pulls, numbers, cap, DIVERGENCE: tl.constexpr, F: tl.
     if len(F.PULLED) > 0:
         found = divergences_of(z, u, k, numbers, DIVERGENCE, F)
         for n in tl.static_range(len(F.PULLED)):
-            g += pulls[6 * len(F.MET) + n] * found[2 * F.PULLED[n] + 1]
+            g += pulls[6 * len(F.COMPARED) + n] * found[2 * F.PULLED[n] + 1]
     return slopes(g, z, cap, F.CAPPED)
 
 

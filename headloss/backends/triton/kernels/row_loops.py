@@ -85,8 +85,8 @@ def within(at, n: tl.constexpr, low, high):
 
 
 @triton.jit
-def hide_ids(held, low, high, ids, F: tl.constexpr):
-    """Mark the vectors that hold an id, in `held`, which is all zeros: per lane a word for every 32 loads, a bit per
+def hide_ids(marks, low, high, ids, F: tl.constexpr):
+    """Mark the vectors that hold an id, in `marks`, which is all zeros: per lane a word for every 32 loads, a bit per
     load.
 
     `ids`: a pointer to the row's ids, which are sorted; how many there are; and the offset from an id to its column.
@@ -97,15 +97,15 @@ def hide_ids(held, low, high, ids, F: tl.constexpr):
     column = id_column(ids, tl.arange(0, IDS))
     here = (column >= low) & (column < high)
     vector = tl.where(here, column, 0).to(tl.int32) // J
-    tl.atomic_or(held + (vector // (32 * L) * L + vector % L), 1 << (vector // L % 32), mask=here, sem="relaxed")
+    tl.atomic_or(marks + (vector // (32 * L) * L + vector % L), 1 << (vector // L % 32), mask=here, sem="relaxed")
 
 
 @triton.jit
-def held_ids(held, word, block, F: tl.constexpr):
+def load_marks(marks, word, block, F: tl.constexpr):
     """The lanes' words (L,) for a block; new ones are loaded after every 32 loads."""
     L: tl.constexpr = F.L
     if block * F.K % 32 == 0:
-        word = tl.load(held + (block * F.K // 32 * L + tl.arange(0, L)), cache_modifier=".cg")
+        word = tl.load(marks + (block * F.K // 32 * L + tl.arange(0, L)), cache_modifier=".cg")
     return word
 
 
@@ -232,11 +232,11 @@ def search(
 
 
 @triton.jit
-def read(raw, skew, end, part, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
+def read(raw, skew, end, part, c, how, marks, ids, POLICY: tl.constexpr, F: tl.constexpr):
     """The first sweep: each lane's sums over the row, the blocks that are kept, as stored, the last one first, and the
     results of `around_ids`.
 
-    `how`: scale and cap; `held`, `ids`: see `hide_ids`.
+    `how`: scale and cap; `marks`, `ids`: see `hide_ids`.
     """
     K: tl.constexpr = F.K
     KEEP: tl.constexpr = F.KEEP
@@ -274,10 +274,10 @@ def read(raw, skew, end, part, c, how, held, ids, POLICY: tl.constexpr, F: tl.co
         x = take(words, first * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)  # there may be no such block
     word, left = tl.zeros([L], tl.int32), ()
     if F.TAIL:  # while the first columns are being loaded
-        hide_ids(held, skew, end, ids, F)
+        hide_ids(marks, skew, end, ids, F)
         left = around_ids(raw, skew, end, ids, F)
         tl.debug_barrier()  # every id is marked
-        word = held_ids(held, word, 0, F)
+        word = load_marks(marks, word, 0, F)
     if F.LINE > VEC:
         for _head in range(0, first):
             h = take(words, w, go, stop, True, POLICY, K, PAIRED)
@@ -290,7 +290,7 @@ def read(raw, skew, end, part, c, how, held, ids, POLICY: tl.constexpr, F: tl.co
         else:
             x = take(words, block * (BLOCK // W) + w, 0, 0, False, POLICY, K, PAIRED)
         if F.TAIL:
-            word = held_ids(held, word, block, F)
+            word = load_marks(marks, word, block, F)
         m, best, sums, total = take_in(
             x, block * BLOCK + j, skew, end, m, best, block, sums, total, centre, c, how, word, False, F.EVEN, F
         )
@@ -306,7 +306,7 @@ def read(raw, skew, end, part, c, how, held, ids, POLICY: tl.constexpr, F: tl.co
         kept = kept + x
     if end > last * BLOCK:
         if F.TAIL:
-            word = held_ids(held, word, last, F)
+            word = load_marks(marks, word, last, F)
         m, best, sums, total = take_in(
             tail, last * BLOCK + j, skew, end, m, best, last, sums, total, centre, c, how, word, True, F.EVEN, F
         )

@@ -118,26 +118,26 @@ def merged(sums, T, N, ranks, apart, F: tl.constexpr):
 
 
 @triton.jit
-def taught(sums, slot, N, like, F: tl.constexpr):
+def teacher_sums(sums, slot, N, like, F: tl.constexpr):
     """Load the sums of dense teachers, which follow the student's own, in the order of `settle.packed`: maxima,
     argmaxes, the six sums per temperature of the comparison, and each divergence with the sum of its slopes."""
     DIVERGENCES: tl.constexpr = F.DIVERGENCES
-    tops, bests, met, divergences, slopes = (), (), (), (), ()
+    tops, bests, joint, divergences, slopes = (), (), (), (), ()
     for _i in tl.static_range(len(F.TEACHER_BEST)):
         x, slot = field(sums, slot, N, like, True)
         tops = tops + (x,)
     for i in tl.static_range(len(F.TEACHER_BEST)):
         x, slot = field(sums, slot, N, like, F.TEACHER_BEST[i])
         bests = bests + (x.to(tl.int64),)
-    for i in tl.static_range(len(F.MET)):
-        x, slot = field(sums, slot, N, like, F.MET[i])
-        met = met + (x,)
+    for i in tl.static_range(len(F.JOINT)):
+        x, slot = field(sums, slot, N, like, F.JOINT[i])
+        joint = joint + (x,)
     for _i in tl.static_range(DIVERGENCES):
         x, slot = field(sums, slot, N, like, True)
         divergences = divergences + (x,)
         x, slot = field(sums, slot, N, like, True)
         slopes = slopes + (x,)
-    return tops, bests, met, divergences, slopes
+    return tops, bests, joint, divergences, slopes
 
 
 @triton.jit
@@ -148,9 +148,9 @@ def facts_of(sums, column, live, row, N, ranks, apart, columns, given, VALUES: t
         T = T + (temperature(given.temperatures[i], row, F.PER_ROW[i]),)
     theirs = ()
     top, away, total, best, S, X, Q = merged(sums + column, T, N, ranks, apart, F)
-    if F.TAUGHT:
-        tops, bests, met, divergences, slopes = taught(sums + column, F.THEIR_SLOT, N, top, F)
-        values, logs, their_logs = VALUES(top, away, total, best, T, S, X, Q, columns, bests, met, divergences)
+    if F.TEACHERS:
+        tops, bests, joint, divergences, slopes = teacher_sums(sums + column, F.THEIR_SLOT, N, top, F)
+        values, logs, their_logs = VALUES(top, away, total, best, T, S, X, Q, columns, bests, joint, divergences)
         for i in tl.static_range(len(tops)):
             theirs = theirs + (kept(tl.where(tops[i] > -float("inf"), tops[i], 0.0), live),)
         for i in tl.static_range(len(their_logs)):

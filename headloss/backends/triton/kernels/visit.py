@@ -3,7 +3,7 @@
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   F numbers per row   N rows
 
-A program owns a row, or a part of one (meeting.py).  It sweeps the row once for the sums behind the facts, each lane on
+A program owns a row, or a part of one (shared_rows.py).  It sweeps the row once for the sums behind the facts, each lane on
 its own (row_loops.py), calls two printed functions, `VALUES` (sums to facts) and `FN` (facts to losses and
 coefficients), and sweeps the row again, backwards, while the end of it is still in the cache, to write the gradient.
 With a dense teacher both rows are swept together (pair_loops.py), and once more for divergences that need both
@@ -22,7 +22,6 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.lanes import NOWHERE, column_or_start, origin_of, sweep_pair, sweep_row, with_ids
 from headloss.backends.triton.kernels.logits import LN2, LOG2E, boundary, logits, temperature
-from headloss.backends.triton.kernels.meeting import meet, together
 from headloss.backends.triton.kernels.packed_bf16 import finite
 from headloss.backends.triton.kernels.pair_loops import divergence_pair, write_pair
 from headloss.backends.triton.kernels.printed_arguments import arguments
@@ -30,6 +29,7 @@ from headloss.backends.triton.kernels.pull import slopes
 from headloss.backends.triton.kernels.row_loops import LOWEST, gradient, write, zeros
 from headloss.backends.triton.kernels.row_outputs import AT_IDS, skip_row, store_row
 from headloss.backends.triton.kernels.running_sums import BITS, NATS
+from headloss.backends.triton.kernels.shared_rows import exchange, sum_of_parts
 
 
 @triton.jit(
@@ -55,9 +55,9 @@ def visit_kernel(
         part = (row % F.PARTS).to(tl.int32)
         row = row // F.PARTS
         step = step // F.PARTS
-    held = at.held
+    scratch = at.scratch
     if F.PARTS:
-        held += row * F.TOLD
+        scratch += row * F.EXCHANGED
     begin, skew = boundary(row, stride, lead, F.LINE)
     out_skew = 0
     out = at.out
@@ -111,14 +111,14 @@ def visit_kernel(
         if F.DENSE:
             teacher += tl.multiple_of(row * teacher_stride + teacher_lead - skew, TEACHER_VEC)
             top, best, own, total, topt, bestt, theirs, picked = sweep_pair(
-                at.raw + begin, teacher, skew, skew + V, part, picked, c, ct, how, held, POLICY, F
+                at.raw + begin, teacher, skew, skew + V, part, picked, c, ct, how, scratch, POLICY, F
             )
         else:
             ids = (at.sorted_ids + row * count, count, skew.to(tl.int64) - start)
             if F.TAIL:
-                held += row * (tl.cdiv(V + F.LINE, 32 * F.L * F.J) * F.L)
+                scratch += row * (tl.cdiv(V + F.LINE, 32 * F.L * F.J) * F.L)
             top, best, own, total, picked, tail, around = sweep_row(
-                at.raw + begin, skew, skew + V, part, picked, c, how, held, ids, POLICY, F
+                at.raw + begin, skew, skew + V, part, picked, c, how, scratch, ids, POLICY, F
             )
             if F.TAIL:
                 left = tl.where(around[1], logits(around[0], how[0], how[1], F.SCALED, F.CAPPED), -float("inf"))
@@ -156,7 +156,7 @@ def visit_kernel(
         for i in tl.static_range(len(c)):
             if F.WHOLE:
                 lse = 0.0
-                if F.MET[i]:
+                if F.COMPARED[i]:
                     Tt = temperature(given.teacher_temperatures[i], row, F.TEACHER_PER_ROW[i])
                     lse = tl.load(given.beyond[i] + row) - tl.div_rn(other, Tt)
                 beyond = beyond + (lse,)
@@ -187,7 +187,7 @@ def visit_kernel(
             origins = origins + (row_origin,)
             n_ = n_ + (log_s,)
             if F.DENSE:
-                if F.MET[i]:
+                if F.COMPARED[i]:
                     origin_t = tl.floor(topt * ct[i])
                     off_t = tl.fma(topt, ct[i], -origin_t)
                     log_st = log_t[i] * LOG2E + off_t
@@ -214,7 +214,9 @@ def visit_kernel(
                 F,
             )
             if F.PARTS:
-                divergences = together(meet(held + (F.TOLD - DIVERGENCE_SUMS * F.PARTS), part, divergences, F))
+                divergences = sum_of_parts(
+                    exchange(scratch + (F.EXCHANGED - DIVERGENCE_SUMS * F.PARTS), part, divergences, F)
+                )
         facts = ()
         for i in tl.static_range(len(F.KINDS)):
             if F.DIVERGENCE_OF[i] >= 0:
@@ -238,7 +240,7 @@ def visit_kernel(
             at_ids = 0.0
             origin_w, kw, ki, kl = (), (), (), ()
             for q in tl.static_range(len(F.PULLED)):
-                pulled = results[5][4 * len(F.MEETS) + q] * tl.div_rn(f, T[F.PULLED_AT[q]])
+                pulled = results[5][4 * len(F.COMPARED_AT) + q] * tl.div_rn(f, T[F.PULLED_AT[q]])
                 moves = moves | (pulled != 0)
                 kl = kl + (pulled,)
             for i in tl.static_range(len(c)):
@@ -260,25 +262,25 @@ def visit_kernel(
                     at_y = pulls[5 * i + 4] * over
                     moves = moves | (at_y != 0)
                     at_target += at_y
-                if F.DENSE and F.MEET_OF[i] >= 0:
+                if F.DENSE and F.COMPARISON[i] >= 0:
                     teacher_pulls = results[5]
-                    a += teacher_pulls[4 * F.MEET_OF[i]] * over
-                    b += teacher_pulls[4 * F.MEET_OF[i] + 1] * over * LN2
+                    a += teacher_pulls[4 * F.COMPARISON[i]] * over
+                    b += teacher_pulls[4 * F.COMPARISON[i] + 1] * over * LN2
                     log_st = kept[11 * i + 7] * LOG2E
                     if F.TC[i]:
-                        at_q = teacher_pulls[4 * F.MEET_OF[i] + 2] * over * LN2
+                        at_q = teacher_pulls[4 * F.COMPARISON[i] + 2] * over * LN2
                         moves = moves | (at_q != 0)
                     if F.TD[i]:
-                        d = teacher_pulls[4 * F.MEET_OF[i] + 3] * over
+                        d = teacher_pulls[4 * F.COMPARISON[i] + 3] * over
                         moves = moves | (d != 0)
                         d = d * kept[11 * i + 10]
                     a -= at_q * log_st
-                if IDS and F.MEET_OF[i] >= 0:
+                if IDS and F.COMPARISON[i] >= 0:
                     teacher_pulls = results[5]
-                    if F.PULL_IDS[F.MEET_OF[i]]:
-                        at_ids = at_ids + teacher_pulls[2 * F.MEET_OF[i]] * over
-                    if F.PULL_TAIL[F.MEET_OF[i]]:
-                        a_tail = teacher_pulls[2 * F.MEET_OF[i] + 1] * over
+                    if F.PULL_IDS[F.COMPARISON[i]]:
+                        at_ids = at_ids + teacher_pulls[2 * F.COMPARISON[i]] * over
+                    if F.PULL_TAIL[F.COMPARISON[i]]:
+                        a_tail = teacher_pulls[2 * F.COMPARISON[i] + 1] * over
                         moves = moves | (a_tail != 0)
                 if F.A[i]:
                     moves = moves | (a != 0)
@@ -298,7 +300,7 @@ def visit_kernel(
                     if F.B[i]:
                         a = a + b * n - b * apart
                     a = a * r
-                    if IDS and F.MEET_OF[i] >= 0:
+                    if IDS and F.COMPARISON[i] >= 0:
                         a += a_tail * tl.exp2(-(log_t[i] * LOG2E + tl.fma(swept, c[i], -tail_origin)))
                     origin_w = origin_w + (tail_origin,)
                     kw = kw + (a, b * r, e * r * r, const)
@@ -344,8 +346,8 @@ def visit_kernel(
         numbers = (origin,) + log_sums
         if F.DENSE or F.TAIL:
             numbers = numbers + (other,)
-            for i in tl.static_range(len(F.MEETS)):
-                numbers = numbers + (log_t[F.MEETS[i]],)
+            for i in tl.static_range(len(F.COMPARED_AT)):
+                numbers = numbers + (log_t[F.COMPARED_AT[i]],)
             for i in tl.static_range(DIVERGENCE_SUMS // 2):
                 numbers = numbers + (divergences[2 * i + 1],)
         rest = ()

@@ -59,15 +59,15 @@ def written(name: str, arguments: Arguments, given: Collection[str], dtype: torc
         if type(found) is not type(value) or found != value:
             raise Unprintable(f"{name} with {key}={found}")
     operands = {k: x for k, x in arguments.items() if isinstance(x, Operand)}
-    meeting = [x for k, x in operands.items() if _promotes(name, k, x)]
-    work = promoted(meeting)
+    promoting = [x for k, x in operands.items() if _promotes(name, k, x)]
+    work = promoted(promoting)
     if rule.result == "f":
         if not dtype.is_floating_point:
             raise Unprintable(f"{name} in {name_of(dtype)}")
         work = work if work.is_floating_point else dtype
-    if ("reduction" in rule.only or name.endswith("_backward")) and any(x.dtype != work for x in meeting):
+    if ("reduction" in rule.only or name.endswith("_backward")) and any(x.dtype != work for x in promoting):
         raise Unprintable(f"{name} of several dtypes")
-    _check_narrow(name, work, [*meeting, *(x for k, x in operands.items() if k == "alpha")])
+    _check_narrow(name, work, [*promoting, *(x for k, x in operands.items() if k == "alpha")])
     common = kind_of(work)
     if common not in rule.forms:
         raise Unprintable(f"{name} in {name_of(work)}")

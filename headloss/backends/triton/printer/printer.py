@@ -83,7 +83,7 @@ class Printer:
         values: dict[fx.Node, Any] = dict(given)
         roots: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
-            if node in values or node not in needed or self.met(node, values):
+            if node in values or node not in needed or self.combines_rows(node, values):
                 continue
             if node.op != "call_function":
                 raise Unprintable({"get_attr": "a captured tensor", "placeholder": "an unknown argument"}[node.op])
@@ -112,7 +112,7 @@ class Printer:
                             values[other] = values[node]
         return {node: values[node] for node in outputs}
 
-    def met(self, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+    def combines_rows(self, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
         """Print an operation in which rows meet, if this printer knows how: see `segments.py`."""
         return False
 

@@ -136,7 +136,7 @@ class Page:
     def new_printer(self) -> Printer:
         return Printer(self.width)
 
-    def meeting(self, rest: Sequence[fx.Node], trace: Any) -> dict[fx.Node, Any]:
+    def segment_arguments(self, rest: Sequence[fx.Node], trace: Any) -> dict[fx.Node, Any]:
         """The arguments of a graph after facts, inputs and targets: the seeds come last."""
         return {rest[-2]: Value(f"seeds[{len(self.values)}]", "f")}
 
@@ -163,7 +163,7 @@ class Page:
         given |= {rest.pop(0): n for n in names}
         if any(s.wants("targets") for s in call.signatures):
             given[rest.pop(0)] = "targets"
-        given |= self.meeting(rest, trace)
+        given |= self.segment_arguments(rest, trace)
         value, grads, metrics = graph.output_node().args[0]
         wanted = [g for g in grads if g is not None]
         self.printer.lifted = _number if trace.floats else None

@@ -51,7 +51,7 @@ class _SegmentPrinter(Printer):
         self.number: fx.Node | None = None
         self.summed: dict[str, bool] = {}  # what is summed, and whether in float64
 
-    def met(self, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+    def combines_rows(self, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
         if node is self.ids or node is self.number:
             values[node] = None
         elif node.target is torch.ops.headloss.segment_spread.default:
@@ -89,7 +89,7 @@ class _SegmentPage(Page):
     def new_printer(self) -> Printer:
         return _SegmentPrinter()
 
-    def meeting(self, rest: Sequence[fx.Node], trace: Any) -> dict[fx.Node, Any]:
+    def segment_arguments(self, rest: Sequence[fx.Node], trace: Any) -> dict[fx.Node, Any]:
         *segments, row_seed, segment_seed = rest
         by_segment = trace.value == "segment"
         self.of_segments.append(by_segment)

@@ -232,7 +232,7 @@ def test_ids_side_by_side_in_a_long_row(monkeypatch):
     """They share vectors, stand at both ends, and beyond what 32 loads of a lane reach."""
     from headloss.backends.triton import visit
 
-    monkeypatch.setattr(visit, "TAUGHT", ((1 << 31, *[visit.Shape(1, 1)] * 3),))
+    monkeypatch.setattr(visit, "WITH_TEACHER", ((1 << 31, *[visit.Shape(1, 1)] * 3),))
     batch = Batch(3, 4500, k=40)
     batch.ids[:, :7] = torch.tensor([0, 1, 3, 4499, 4498, 4096, 4400])
     both(batch, {"kd": forward_kl, "ce": cross_entropy}, "Logits", "ids", ["accuracy", "entropy"])
