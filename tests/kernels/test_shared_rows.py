@@ -24,9 +24,9 @@ def parts(monkeypatch):
     """How many programs shared a row, for each visit; each has two blocks."""
     monkeypatch.setattr(one, "SHARED_WITH_TEACHER", ((64, SMALL), (64, SMALL)))
     monkeypatch.setattr(one, "multiprocessors", lambda device: 64)
-    found, fire = [], one.fire
-    note = lambda plan, kernel, *more: (found.append(kernel.constants["F"].PARTS), fire(plan, kernel, *more))[1]
-    monkeypatch.setattr(one, "fire", note)
+    found, launch_visit = [], one.launch_visit
+    note = lambda plan, kernel, *more: (found.append(kernel.constants["F"].PARTS), launch_visit(plan, kernel, *more))[1]
+    monkeypatch.setattr(one, "launch_visit", note)
     return found
 
 

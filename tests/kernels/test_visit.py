@@ -302,7 +302,7 @@ def test_rows_that_programs_share(monkeypatch, dtype, where):
 
 def forms(mix):
     _, _, program = mix.lowered(mix.inputs(6))
-    return one.plan_of(program).variants
+    return one.spec_of(program).variants
 
 
 def test_which_rows_are_shared():
@@ -339,7 +339,7 @@ def test_rows_that_cannot_be_shared(monkeypatch):
         given = mix.inputs(3)
         _, want, program = mix.lowered(given)
         a = one.Arguments(given, [1.0] * 3, [1.0] * 3)
-        plan = one.plan_of(program)
+        plan = one.spec_of(program)
         plan.variants.clear(), plan.layouts.clear()
         one.visit(raw, y % raw.shape[1], want, [1.0], program, a, out, **options)
         assert [form.parts for form in plan.variants] == [parts], (raw.shape, options)

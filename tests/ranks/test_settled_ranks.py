@@ -84,7 +84,7 @@ def small() -> None:
     from headloss.backends.triton import settle
 
     if settle.BLOCK != 4:
-        settle.BLOCK, settle._plan = 4, settle.by_identity(settle._plan.__wrapped__)  # type: ignore[misc]
+        settle.BLOCK, settle._spec_of = 4, settle.by_identity(settle._spec_of.__wrapped__)  # type: ignore[misc]
 
 
 def settled(name: str, split: str) -> None:

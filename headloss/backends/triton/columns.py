@@ -107,8 +107,8 @@ def take(
     sums = torch.empty(len(given), parts, C, dtype=torch.float32, device=raw_CV.device)
     if C and V:
         stride, limit = raw_CV.stride(0), -(-V // 16) * 16  # loads are wide if rows are padded, as a chunk's are
-        held = raw_CV.untyped_storage().nbytes() // raw_CV.element_size() - raw_CV.storage_offset()
-        wide = limit <= stride and (C - 1) * stride + limit <= held and stride * raw_CV.element_size() % 16 == 0
+        stored = raw_CV.untyped_storage().nbytes() // raw_CV.element_size() - raw_CV.storage_offset()
+        wide = limit <= stride and (C - 1) * stride + limit <= stored and stride * raw_CV.element_size() % 16 == 0
         others = torch.ones(V if given else 0, dtype=torch.int8, device=raw_CV.device)
         others = others.index_fill_(0, ids.long(), 0) if given else others
         width = triton.cdiv(triton.cdiv(U, parts), 8) * 8

@@ -28,15 +28,14 @@ def with_sums(
     for rows in _tiles(raw_CV):
         z_BV = Transform(scale, softcap)(raw_CV[rows])
         least = torch.nn.functional.pad(z_BV, (0, 1), value=math.inf).amin(-1) if want.sums("least") else None
-        tiles.append(
-            [least, *(_plain_sums(z_BV, rows, want, *named) for named in zip(want.teachers, teachers, strict=True))]
-        )
+        named = zip(want.teachers, teachers, strict=True)
+        tiles.append([least, *(_plain(z_BV, rows, want, *teacher) for teacher in named)])
     least, *found = (join(*xs) for xs in zip(*tiles, strict=True))
-    with_plain = [
+    partials = [
         x._replace(square=own[0], teacher_square=own[1], dot=own[2]) if isinstance(x, DensePartial) else x
         for x, own in zip(partial.teachers, found, strict=True)
     ]
-    return partial._replace(least=least, teachers=tuple(with_plain))
+    return partial._replace(least=least, teachers=tuple(partials))
 
 
 def is_plain(pulls: Sequence[TeacherPulls]) -> bool:
@@ -59,7 +58,7 @@ def pull(run: Callable[..., None], call: Sequence[Any], how: dict[str, Any]) -> 
         out_CV[rows] = grad_BV + more_BV * transform.slope(z_BV)
 
 
-def _plain_sums(z_BV: Tensor, rows: slice, want: Want, name: str, chunk: TeacherChunk) -> Any:
+def _plain(z_BV: Tensor, rows: slice, want: Want, name: str, chunk: TeacherChunk) -> Any:
     if not isinstance(chunk, DenseChunk):
         return ()
     return tuple(plain_sums(z_BV[:, : chunk.columns], _theirs(chunk, rows), lambda x: want.sums(x, teacher=name)))

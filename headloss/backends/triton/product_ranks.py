@@ -54,11 +54,11 @@ def read(
         parts, rows.live, rows.targets, rows.numbers[1], nodes_kC, tiles if V else 0, high, C, V, start, levels,
         **_constants(rows, want),
     )  # fmt: skip
-    beyond = rows.live
+    far = rows.live
     if store is not None and V:  # the maximum over the columns here tells if a row is far from its reference
         own, totals = _joined(rows, nodes_kC[None], want, vocab)
-        beyond = product.finish(own, totals, want, given, rows=C, columns=V, store=store, whole=False).beyond
-    return Read(rows, nodes_kC, store, beyond)
+        far = product.finish(own, totals, want, given, rows=C, columns=V, store=store, whole=False).far
+    return Read(rows, nodes_kC, store, far)
 
 
 def across(read: Read, nodes_WkC: Tensor, want: Want, temperature: float | Tensor, vocab: int) -> Tensor:

@@ -15,7 +15,7 @@ from headloss.backends.triton.kernels.records import PullFlags, PullGiven
 from headloss.backends.triton.kernels.sparse import gather_kernel, store_kernel
 from headloss.backends.triton.launch import launch_kernel, launch_of
 from headloss.backends.triton.printer.elements import printed
-from headloss.backends.triton.sweeps import fire_pull, kinds_of
+from headloss.backends.triton.sweeps import argument_kinds, launch_pull
 from headloss.backends.triton.tiles import (
     Shape,
     Transform,
@@ -78,7 +78,7 @@ class SparseEntry(NamedTuple):
     """A sparse teacher's pulls."""
 
     ids_CK: Tensor
-    seen: SparseSoftmax
+    softmax: SparseSoftmax
     T: tuple[Temperature, ...]
     pulls: tuple[SparsePull, ...]
 
@@ -98,11 +98,11 @@ def pull(
     softcap: float | None = None,
     start: int = 0,
     shape: Shape | None = None,
-    noted: list[Any] | None = None,
+    recorded: list[Any] | None = None,
 ) -> None:
     """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself.
 
-    `noted` receives what later calls like this one need, and the numbers per row that the kernel reads: see
+    `recorded` receives what later calls like this one need, and the numbers per row that the kernel reads: see
     `cached_launches.py`.
     """
     if 0 in raw_CV.shape:
@@ -114,29 +114,30 @@ def pull(
         if any(x is not None for x in k)
     ]
     dense, sparse = [], []
-    for chunk, seen, own, Ts in zip(teachers, softmax.teachers, teacher_pulls, teacher_temperatures, strict=True):
+    for chunk, softmax_t, own, Ts in zip(teachers, softmax.teachers, teacher_pulls, teacher_temperatures, strict=True):
         if isinstance(chunk, SparseChunk):
             if any(x is not None for k in own for x in k):
-                sparse.append(SparseEntry(chunk.ids_CK, seen, tuple(Ts), own))  # type: ignore[arg-type]
+                sparse.append(SparseEntry(chunk.ids_CK, softmax_t, tuple(Ts), own))  # type: ignore[arg-type]
         elif chunk.columns:
-            assert isinstance(seen, DenseSoftmax)
+            assert isinstance(softmax_t, DenseSoftmax)
             kept = [i for i, k in enumerate(own) if any(x is not None for x in k[:4]) or k.divergences]  # type: ignore[attr-defined]
             if kept:
                 at = lambda xs, kept=kept: tuple(xs[i] for i in kept)
                 chunk = chunk._replace(temperatures=at(chunk.temperatures))
-                dense.append(DenseEntry(chunk, softmax.max, seen.max, at(seen.log_S), at(seen.log_St), at(Ts), at(own)))
+                logs = at(softmax_t.log_S), at(softmax_t.log_St)
+                dense.append(DenseEntry(chunk, softmax.max, softmax_t.max, *logs, at(Ts), at(own)))
     apart = _at_ids(raw_CV, target_C, entries, dense, sparse, how, start) if sparse else None
-    for named in sparse:
-        assert named.seen.tail_max is not None or all(k.tail is None for k in named.pulls)
-        for T, k, log_sum in zip(named.T, named.pulls, named.seen.tail_log_sums, strict=False):
-            if k.tail is not None and named.seen.tail_max is not None:
-                entries.append(Entry(T, named.seen.tail_max, log_sum, Pull(k.tail, None, None, None, None)))
+    for entry in sparse:
+        assert entry.softmax.tail_max is not None or all(k.tail is None for k in entry.pulls)
+        for T, k, log_sum in zip(entry.T, entry.pulls, entry.softmax.tail_log_sums, strict=False):
+            if k.tail is not None and entry.softmax.tail_max is not None:
+                entries.append(Entry(T, entry.softmax.tail_max, log_sum, Pull(k.tail, None, None, None, None)))
     if out_CV.stride(-1) != 1 and out_CV.shape[-1] > 1:  # rare: write to a buffer, then copy
         into_CV = torch.empty_like(out_CV, memory_format=torch.contiguous_format)
         _everywhere(raw_CV, target_C, into_CV, entries, dense, how, start, shape)
         out_CV.copy_(into_CV)
     else:
-        _everywhere(raw_CV, target_C, out_CV, entries, dense, how, start, shape, noted if apart is None else None)
+        _everywhere(raw_CV, target_C, out_CV, entries, dense, how, start, shape, recorded if apart is None else None)
     if apart is not None:
         ids_CK, values_CK = apart
         K = ids_CK.shape[-1]
@@ -163,7 +164,7 @@ def _everywhere(
     how: Transform,
     start: int,
     shape: Shape | None,
-    noted: list[Any] | None = None,
+    recorded: list[Any] | None = None,
 ) -> None:
     """The gradient at every column, except at the ids of sparse teachers: one launch per range of columns that the same
     dense teachers have."""
@@ -171,7 +172,7 @@ def _everywhere(
     cuts = sorted({0, V, *(entry.chunk.columns for entry in dense)})
     for low, high in itertools.pairwise(cuts):
         mine = [entry.cut(low, high) for entry in dense if entry.chunk.columns >= high]
-        _write(raw_CV[:, low:high], target_C, out_CV[:, low:high], entries, mine, how, start + low, shape, noted)
+        _write(raw_CV[:, low:high], target_C, out_CV[:, low:high], entries, mine, how, start + low, shape, recorded)
 
 
 def _write(
@@ -183,7 +184,7 @@ def _write(
     how: Transform,
     start: int,
     shape: Shape | None,
-    noted: list[Any] | None = None,
+    recorded: list[Any] | None = None,
 ) -> None:
     check_dtype(raw_CV)
     C, V = raw_CV.shape
@@ -203,12 +204,12 @@ def _write(
         STAGES=shape.stages, MAXIMA=True,
     )  # fmt: skip
     element, numbers_given = None, PullGiven(given, *how.numbers)
-    theirs = [rows_of(readable(entry.chunk.raw_CV[:, :V])) for entry in dense]
+    teacher_rows = [rows_of(readable(entry.chunk.raw_CV[:, :V])) for entry in dense]
     if dense:
         every = [(t, i, k) for t, entry in enumerate(dense) for i, k in enumerate(entry.pulls)]
         others = [Transform(entry.chunk.scale, entry.chunk.softcap) for entry in dense]
         compared_given = tuple(plain_temperature(T) for entry in dense for T in entry.T)
-        their_given = tuple(plain_temperature(T) for entry in dense for T in entry.chunk.temperatures)
+        teacher_given = tuple(plain_temperature(T) for entry in dense for T in entry.chunk.temperatures)
         numbers += [dense[0].own_max, *(entry.max for entry in dense)]
         for t, i, k in every:
             numbers += [dense[t].log_S[i], dense[t].log_St[i], *(x for x in k[:4] if x is not None)]
@@ -218,21 +219,22 @@ def _write(
         flags = flags._replace(
             TEACHER_OF=tuple(t for t, _, _ in every), TA=on(0), TB=on(1), TC=on(2), TD=on(3),
             DIVERGENCES=tuple(n for n, _ in divergences),
-            COMPARED_PER_ROW=per_row(compared_given), TEACHER_PER_ROW=per_row(their_given),
+            COMPARED_PER_ROW=per_row(compared_given), TEACHER_PER_ROW=per_row(teacher_given),
             TEACHER_SCALED=tuple(x.flags()["SCALED"] for x in others),
             TEACHER_CAPPED=tuple(x.flags()["CAPPED"] for x in others),
-            TEACHER_VEC=tuple(vector_along(out, x) for x in theirs),
+            TEACHER_VEC=tuple(vector_along(out, x) for x in teacher_rows),
         )  # fmt: skip
         options: tuple[float, ...] = ()
         if divergences:
             element, options = printed(tuple((n, at.element) for n, at in divergences), len(every))
         numbers_given = numbers_given._replace(
-            compared_temperatures=compared_given, teacher_temperatures=their_given, numbers=options,
+            compared_temperatures=compared_given, teacher_temperatures=teacher_given, numbers=options,
             teacher_scales=tuple(x.numbers[0] for x in others), teacher_caps=tuple(x.numbers[1] for x in others),
-            teacher_strides=tuple(x.x_CV.stride(0) for x in theirs), teacher_leads=tuple(x.lead for x in theirs),
+            teacher_strides=tuple(x.x_CV.stride(0) for x in teacher_rows),
+            teacher_leads=tuple(x.lead for x in teacher_rows),
         )  # fmt: skip
     # stacked: a coefficient may be a stride-0 expand straight from a sum's backward
-    rows, each = torch.stack([x.to(torch.float32) for x in numbers]), tuple([x.x_CV for x in theirs])
+    rows, each = torch.stack([x.to(torch.float32) for x in numbers]), tuple([x.x_CV for x in teacher_rows])
     parts = triton.cdiv(V + out.skew, shape.width)
     launch = launch_of(pull_kernel, ELEMENT=element, F=flags, num_warps=shape.warps)
     target_stride = 0 if target is None else target.stride(0)
@@ -240,18 +242,18 @@ def _write(
     # all that a compiled kernel depends on: see launch.py
     own = *given, *numbers_given.compared_temperatures, *numbers_given.teacher_temperatures
     key = (
-        *kinds_of(raw.x_CV, rows, out.x_CV, target, *each, *own), C == 1, C & 15, C >> 31, V, parts, places,
+        *argument_kinds(raw.x_CV, rows, out.x_CV, target, *each, *own), C == 1, C & 15, C >> 31, V, parts, places,
         numbers_given.teacher_strides, numbers_given.teacher_leads,
     )  # fmt: skip
     found = (launch, target is not None, key, C * parts, (numbers_given, C, V, parts, *places))
     as_given = [
         (raw, raw_CV),
         (out, out_CV),
-        *((x, entry.chunk.raw_CV) for x, entry in zip(theirs, dense, strict=True)),
+        *((x, entry.chunk.raw_CV) for x, entry in zip(teacher_rows, dense, strict=True)),
     ]
-    if noted is not None and all(is_as_given(*pair) for pair in as_given):
-        noted += [found, numbers]
-    fire_pull(found, raw.x_CV, target, rows, out.x_CV, each)
+    if recorded is not None and all(is_as_given(*pair) for pair in as_given):
+        recorded += [found, numbers]
+    launch_pull(found, raw.x_CV, target, rows, out.x_CV, each)
 
 
 def _at_ids(
@@ -265,7 +267,7 @@ def _at_ids(
 ) -> tuple[Tensor, Tensor]:
     """The ids of all sparse teachers, and the complete gradient there in float32: the dense part of the pull at these
     few columns, plus the ids' own part.  A column named twice gets the same value twice."""
-    ids_CK = torch.cat([named.ids_CK for named in sparse], -1).contiguous()
+    ids_CK = torch.cat([entry.ids_CK for entry in sparse], -1).contiguous()
     C, K = ids_CK.shape
     column_CK, _ = places(ids_CK, start, raw_CV.shape[-1])
     raw_CK = raw_CV.gather(-1, column_CK)
@@ -273,8 +275,8 @@ def _at_ids(
     _write(raw_CK, None, grad_CK, [e._replace(pull=e.pull._replace(y=None)) for e in entries], (), how, 0, None)
     for entry in dense:
         U = entry.chunk.columns
-        theirs_CK = entry.chunk.raw_CV[:, :U].gather(-1, column_CK.clamp(max=U - 1))
-        own = entry._replace(chunk=entry.chunk._replace(raw_CV=theirs_CK, columns=K))
+        teacher_CK = entry.chunk.raw_CV[:, :U].gather(-1, column_CK.clamp(max=U - 1))
+        own = entry._replace(chunk=entry.chunk._replace(raw_CV=teacher_CK, columns=K))
         more_CK = torch.empty_like(grad_CK)
         _write(raw_CK, None, more_CK, [], [own], how, 0, None)
         grad_CK += more_CK.masked_fill_(column_CK >= U, 0.0)
@@ -283,21 +285,21 @@ def _at_ids(
     for e in entries:
         if e.pull.y is not None and target_C is not None:
             own_CK += torch.where(ids_CK == target_C[:, None], (e.pull.y / e.T)[:, None], 0.0)
-    for named in sparse:
-        values = torch.zeros(named.ids_CK.shape, dtype=torch.float32, device=raw_CV.device)
-        for T, k in zip(named.T, named.pulls, strict=True):
+    for teacher in sparse:
+        values = torch.zeros(teacher.ids_CK.shape, dtype=torch.float32, device=raw_CV.device)
+        for T, k in zip(teacher.T, teacher.pulls, strict=True):
             if k.ids is not None:
                 values += k.ids / column(T)
         total_CK, inside_CK = torch.empty_like(grad_CK), torch.empty_like(ids_CK, dtype=torch.bool)
         launch_kernel(
             gather_kernel, C,
-            ids_CK, named.ids_CK.contiguous(), values, total_CK, inside_CK, K, values.shape[-1],
+            ids_CK, teacher.ids_CK.contiguous(), values, total_CK, inside_CK, K, values.shape[-1],
             IDS=triton.next_power_of_2(K),
         )  # fmt: skip
         own_CK += total_CK
-        if len(sparse) > 1 and named.seen.tail_max is not None:  # another's ids may be in this one's tail
-            for T, k, log_sum in zip(named.T, named.pulls, named.seen.tail_log_sums, strict=True):
+        if len(sparse) > 1 and teacher.softmax.tail_max is not None:  # its tail may have another's ids
+            for T, k, log_sum in zip(teacher.T, teacher.pulls, teacher.softmax.tail_log_sums, strict=True):
                 if k.tail is not None:
-                    p_CK = ((z_CK - named.seen.tail_max[:, None]) / column(T) - log_sum[:, None]).exp()
+                    p_CK = ((z_CK - teacher.softmax.tail_max[:, None]) / column(T) - log_sum[:, None]).exp()
                     own_CK += (p_CK * (k.tail[:, None] / column(T))).masked_fill_(inside_CK, 0.0)
     return ids_CK, grad_CK + own_CK * how.slope(z_CK)

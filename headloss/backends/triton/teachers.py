@@ -27,7 +27,7 @@ from headloss.backends.triton.kernels.records import SweepFlags
 from headloss.backends.triton.kernels.sparse import merge_ids_kernel, tail_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel
 from headloss.backends.triton.launch import Launch, launch_kernel, launch_of
-from headloss.backends.triton.sweeps import SUMS, kinds_of
+from headloss.backends.triton.sweeps import SUMS, argument_kinds
 from headloss.backends.triton.sweeps import sums as student_sums
 from headloss.backends.triton.tiles import (
     Shape,
@@ -74,11 +74,11 @@ def sums(
     softcap: float | None = None,
     start: int = 0,
     shape: Shape | None = None,
-    noted: list[Any] | None = None,
+    recorded: list[Any] | None = None,
 ) -> Partial:
     """The student's partial and every teacher's.
 
-    `noted` receives, for each dense teacher, what later calls like this one need, and its matrix of sums: see
+    `recorded` receives, for each dense teacher, what later calls like this one need, and its matrix of sums: see
     `cached_launches.py`.
     """
     V, how = raw_CV.shape[1], Transform(scale, softcap)
@@ -92,22 +92,24 @@ def sums(
         chunk = teachers[first]
         assert isinstance(chunk, DenseChunk)
         U, name = chunk.columns, want.teachers[first]
-        partial, dense = _together(raw_CV[:, :U], target_C, want, name, chunk, student, how, start, shape, noted)
+        partial, dense = _pair_sums(raw_CV[:, :U], target_C, want, name, chunk, student, how, start, shape, recorded)
         shared_C = partial.max
         if U < V:
             rest = student_sums(raw_CV[:, U:], target_C, want, temperatures, start=start + U, **options)
             partial = merge(_stacked(partial, rest), temperatures)
-        found[first] = _moved(dense, shared_C, partial.max, _pairs(want, name, chunk, student))
+        found[first] = _rebased(dense, shared_C, partial.max, _pairs(want, name, chunk, student))
     for i, (name, chunk) in enumerate(zip(want.teachers, teachers, strict=True)):
         if isinstance(chunk, SparseChunk):
             found[i] = _sparse(raw_CV, partial.max, want, name, chunk, student, how, start, shape)
         elif isinstance(chunk, TopChunk):
             found[i] = top_partial(raw_CV, partial.max, chunk, how, start)
         elif i != first:
-            narrow = raw_CV[:, : chunk.columns]
-            other, dense = _together(narrow, None, want, name, chunk, student, how, start, shape, noted, alone=True)
+            shared_CU = raw_CV[:, : chunk.columns]
+            other, dense = _pair_sums(
+                shared_CU, None, want, name, chunk, student, how, start, shape, recorded, alone=True
+            )
             shared_C = partial.max if chunk.columns == V else other.max
-            found[i] = _moved(dense, shared_C, partial.max, _pairs(want, name, chunk, student))
+            found[i] = _rebased(dense, shared_C, partial.max, _pairs(want, name, chunk, student))
     return partial._replace(teachers=tuple(found[i] for i in range(len(teachers))))
 
 
@@ -115,7 +117,7 @@ def _pairs(want: Want, name: str, chunk: DenseChunk, student: dict[Any, Temperat
     return [(student[key], Tt) for key, Tt in zip(want.temperatures_of(name), chunk.temperatures, strict=True)]
 
 
-def _moved(dense: DensePartial, shared_C: Tensor, max_C: Tensor, pairs: list[Any]) -> TeacherPartial:
+def _rebased(dense: DensePartial, shared_C: Tensor, max_C: Tensor, pairs: list[Any]) -> TeacherPartial:
     """Sums relative to the maximum of the shared columns, made relative to the student's own."""
     if shared_C is max_C:
         return dense
@@ -135,7 +137,7 @@ def columns_a_load(raw_CU: Tensor, teacher_CU: Tensor, shape: Shape) -> int:
     return J
 
 
-def _together(
+def _pair_sums(
     raw_CU: Tensor,
     target_C: Tensor | None,
     want: Want,
@@ -145,7 +147,7 @@ def _together(
     how: Transform,
     start: int,
     shape: Shape | None,
-    noted: list[Any] | None,
+    recorded: list[Any] | None,
     alone: bool = False,
 ) -> tuple[Partial, DensePartial]:
     """The partials of the shared columns; `alone`: without the facts of the student itself."""
@@ -158,15 +160,15 @@ def _together(
     shared = lambda x: tuple(want.sums(x, key, name) for key in keys)
     target = target_C if want.target and not alone else None
     given = tuple(plain_temperature(student[key]) for key in keys)
-    theirs = dict(zip(compared_keys, chunk.temperatures, strict=True))
-    given_theirs = tuple(plain_temperature(theirs.get(key, 1.0)) for key in keys)
+    teacher_T = dict(zip(compared_keys, chunk.temperatures, strict=True))
+    given_teacher_T = tuple(plain_temperature(teacher_T.get(key, 1.0)) for key in keys)
     other, chained = Transform(chunk.scale, chunk.softcap), chains(raw_CU.device)
     wanted = SweepFlags(
         per_row(given), **how.flags(), **other.flags("TEACHER_"), TARGET=target is not None,
         TOTAL=want.total and not alone, BEST=want.argmax and not alone,
         WANT_X=tuple(a or b for a, b in zip(own("X"), shared("X"), strict=True)), WANT_Q=own("Q"),
         TEACHER_BEST=want.sums("argmax", teacher=name), COMPARED=compared, WANT_Y=shared("Y"), WANT_F=shared("F"),
-        WANT_G=shared("G"), TEACHER_PER_ROW=per_row(given_theirs), CHAINED=chained,
+        WANT_G=shared("G"), TEACHER_PER_ROW=per_row(given_teacher_T), CHAINED=chained,
     )  # fmt: skip
     pairs = sum(wanted.WANT_F) + sum(wanted.WANT_G)
     swept = 2 + 2 * wanted.TOTAL + wanted.BEST + wanted.TEACHER_BEST + len(keys) + sum(compared) + 2 * pairs
@@ -174,7 +176,7 @@ def _together(
     slots = swept - pairs + (target is not None)
     if C == 0 or U == 0:
         out_FC = torch.zeros(slots, C, dtype=torch.float32, device=raw_CU.device)
-        partial, dense = _named(out_FC, wanted, own("X"), shared("X"))
+        partial, dense = _by_name(out_FC, wanted, own("X"), shared("X"))
         for x in (partial.max, dense.max, *([] if partial.target is None else [partial.target])):
             x.fill_(-math.inf)
         return partial, dense
@@ -190,34 +192,34 @@ def _together(
     rows = max(1, 32 // padded)
     sweep = launch_of(dense_sums_kernel, F=flags, num_warps=shape.warps, **options)
     merging = launch_of(dense_merge_kernel, F=wanted._replace(PADDED=padded, ROWS=rows), num_warps=1, **options)
-    place, temperatures = (raw.x_CV.stride(0), raw.lead), (given, given_theirs)
-    theirs_at, at = (teacher.x_CV.stride(0), teacher.lead), (0 if target is None else target.stride(0), start)
+    raw_place, temperatures = (raw.x_CV.stride(0), raw.lead), (given, given_teacher_T)
+    teacher_place, at = (teacher.x_CV.stride(0), teacher.lead), (0 if target is None else target.stride(0), start)
     # all that a compiled kernel depends on: see launch.py
-    kinds = kinds_of(raw.x_CV, teacher.x_CV, target, *given, *given_theirs)
-    key = (*kinds, C == 1, C & 15, C >> 31, U, shape.width, place, theirs_at, at)
+    kinds = argument_kinds(raw.x_CV, teacher.x_CV, target, *given, *given_teacher_T)
+    key = (*kinds, C == 1, C & 15, C >> 31, U, shape.width, raw_place, teacher_place, at)
     found = (
         sweep, merging, swept, slots, rows, target is not None, key,
-        (*temperatures, C, U, parts, shape.width, *place, *theirs_at, start, (*how.numbers, *other.numbers)),
-        (*temperatures, C, U, parts, *place, *at, how.numbers),
+        (*temperatures, C, U, parts, shape.width, *raw_place, *teacher_place, start, (*how.numbers, *other.numbers)),
+        (*temperatures, C, U, parts, *raw_place, *at, how.numbers),
     )  # fmt: skip
-    whole = fire_dense(found, raw.x_CV, target, teacher.x_CV)
-    if noted is not None and is_as_given(raw, raw_CU) and is_as_given(teacher, chunk.raw_CV):
-        noted.append((found, whole))
-    return _named(whole, wanted, own("X"), shared("X"))
+    whole = launch_dense_sums(found, raw.x_CV, target, teacher.x_CV)
+    if recorded is not None and is_as_given(raw, raw_CU) and is_as_given(teacher, chunk.raw_CV):
+        recorded.append((found, whole))
+    return _by_name(whole, wanted, own("X"), shared("X"))
 
 
-def fire_dense(known: tuple[Any, ...], x: Tensor, target: Tensor | None, teacher: Tensor) -> Tensor:
-    """Launch the kernels of `_together`; the numbers come in the order of `_named`."""
-    sweep, merging, swept, slots, rows, aims, key, swept_how, merged_how = known
+def launch_dense_sums(recorded: tuple[Any, ...], x: Tensor, target: Tensor | None, teacher: Tensor) -> Tensor:
+    """Launch the kernels of `_pair_sums`; the numbers come in the order of `_by_name`."""
+    sweep, merging, swept, slots, rows, has_target, key, swept_how, merged_how = recorded
     (_, _, C, _, parts, *_), device, where = swept_how, x.device, x.get_device()
     each = torch.empty(swept, parts, C, dtype=torch.float32, device=device)
     sweep.run(key, where, C * parts, (x, teacher, each, *swept_how))
     whole = torch.empty(slots, C, dtype=torch.float32, device=device)
-    merging.run(key, where, -(-C // rows), (x, target if aims else None, each, whole, *merged_how))
+    merging.run(key, where, -(-C // rows), (x, target if has_target else None, each, whole, *merged_how))
     return whole
 
 
-def _named(out_FC: Tensor, wanted: SweepFlags, entropy: Any, shared: Any) -> tuple[Partial, DensePartial]:
+def _by_name(out_FC: Tensor, wanted: SweepFlags, entropy: Any, shared: Any) -> tuple[Partial, DensePartial]:
     """The kernels' numbers by name, in the order in which they are stored."""
     slots = iter(out_FC)
     take = lambda there: next(slots) if there else None
@@ -301,7 +303,7 @@ def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start:
         return out
     raw, shape = rows_of(raw_CV), shape or row_shape(SUMS, V)
     parts, K = triton.cdiv(V + raw.skew, shape.width), chunk.ids_CK.shape[-1]
-    place = (raw.x_CV.stride(0), raw.lead)
+    raw_place = (raw.x_CV.stride(0), raw.lead)
     off = (False,) * len(given)
     wanted = SweepFlags(per_row(given), **how.flags(), WANT_X=off, WANT_Q=off)
     found = out[:, None] if parts == 1 else torch.empty(len(out), parts, C, dtype=out.dtype, device=out.device)
@@ -311,7 +313,7 @@ def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start:
     )  # fmt: skip
     launch_kernel(
             tail_kernel, C * parts,
-        raw.x_CV, chunk.in_order(), found, given, C, V, parts, shape.width, *place, start, K, how.numbers,
+        raw.x_CV, chunk.in_order(), found, given, C, V, parts, shape.width, *raw_place, start, K, how.numbers,
         F=flags, num_warps=shape.warps,
     )  # fmt: skip
     if parts > 1:
@@ -319,7 +321,7 @@ def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start:
         rows = max(1, 32 // padded)
         launch_kernel(
             merge_kernel, triton.cdiv(C, rows),
-            raw.x_CV, None, found, out, given, C, V, parts, *place, 0, start, how.numbers,
+            raw.x_CV, None, found, out, given, C, V, parts, *raw_place, 0, start, how.numbers,
             F=wanted._replace(PADDED=padded, ROWS=rows), num_warps=1,
         )  # fmt: skip
     return out

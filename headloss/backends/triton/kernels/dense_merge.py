@@ -32,8 +32,8 @@ def dense_merge_kernel(
     step = N.to(tl.int64) * parts
     if F.TARGET:
         column = tl.load(target + row * target_stride, mask=good, other=-1) - start
-        held = (column >= 0) & (column < V) & good
-        x = tl.load(raw + row * stride + lead + column, mask=held, other=0.0)
+        has_target = (column >= 0) & (column < V) & good
+        x = tl.load(raw + row * stride + lead + column, mask=has_target, other=0.0)
         z = logits(x, how[0], how[1], F.SCALED, F.CAPPED)
     if F.CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -44,7 +44,7 @@ def dense_merge_kernel(
     partial += step
     if F.TARGET:
         origin = tl.where(top == -float("inf"), 0.0, top)
-        out = put(tl.where(held, z - origin, -float("inf")), out, N, True, good)
+        out = put(tl.where(has_target, z - origin, -float("inf")), out, N, True, good)
     if F.TOTAL:
         total, partial = part_sums(partial, step, here, True)
         count, partial = part_sums(partial, step, here, True)

@@ -52,11 +52,11 @@ def divergence_kernel(
     low = part * width
     high = tl.minimum(low + width, skew + V)
     inverse = tl.div_rn(1.0, temperature(temperatures[0], row, F.PER_ROW[0]))
-    theirs = tl.div_rn(1.0, temperature(temperatures[1], row, F.TEACHER_PER_ROW[0]))
+    inverse_t = tl.div_rn(1.0, temperature(temperatures[1], row, F.TEACHER_PER_ROW[0]))
     rows = at.rows + row
     m, log_S = tl.load(rows), tl.load(rows + N)
     mt, log_St = tl.load(rows + 2 * N), tl.load(rows + 3 * N)
-    tops, pairs = (m, mt), (inverse, log_S, theirs, log_St)
+    tops, pairs = (m, mt), (inverse, log_S, inverse_t, log_St)
     sums = ()
     for _ in tl.static_range(DIVERGENCE_SUMS):
         sums = sums + (tl.zeros([L], tl.float32),)

@@ -28,10 +28,10 @@ def sweep_row(raw, skew, end, part, picked, c, how, scratch, ids, POLICY: tl.con
     """Sweep the student's row.  Returns maximum, argmax, sums (see `merge_lanes`), total, the last block as stored, and
     the results of `around_ids`.
     """
-    m, top, seen, sums, total, centre, tail, left = read(raw, skew, end, part, c, how, scratch, ids, POLICY, F)
+    m, top, columns, sums, total, centre, tail, left = read(raw, skew, end, part, c, how, scratch, ids, POLICY, F)
     best = tl.full([], NOWHERE, tl.int32)
     if F.BEST:
-        best = tl.min(seen, axis=0)
+        best = tl.min(columns, axis=0)
     total += (end - skew).to(tl.float32) * (centre - origin_of(top))
     own = merge_lanes(m, top, sums, c, 3, True, F)
     if F.PARTS:
@@ -48,13 +48,13 @@ def sweep_pair(raw, teacher, skew, end, part, picked, c, ct, how, scratch, POLIC
     """Sweep both rows.  Returns maximum, argmax, sums and total, the teacher's maximum, argmax and sums (see
     `merge_teacher`), and `picked` of the program that has it.
     """
-    m, mt, seen, seent, sums, total, centre = read_pair(raw, teacher, skew, end, part, c, ct, how, POLICY, F)
+    m, mt, columns, columnst, sums, total, centre = read_pair(raw, teacher, skew, end, part, c, ct, how, POLICY, F)
     top, topt = tl.reduce((m, mt), 0, greater)
     best, bestt = tl.full([], NOWHERE, tl.int32), tl.full([], NOWHERE, tl.int32)
     if F.BEST:
-        best = tl.min(seen, axis=0)
+        best = tl.min(columns, axis=0)
     if F.TEACHER_BEST:
-        bestt = tl.min(seent, axis=0)
+        bestt = tl.min(columnst, axis=0)
     if F.PARTS:  # what parts of a row found is merged like what lanes did
         numbers = (top, topt) + one_lane(m, mt, top, topt, sums, c, ct, F)
         if F.PICK:
@@ -77,9 +77,9 @@ def sweep_pair(raw, teacher, skew, end, part, picked, c, ct, how, scratch, POLIC
             best, found = tl.min(tl.where(m == top, found[0], BEYOND), axis=0).to(tl.int32), found[1:]
         if F.TEACHER_BEST:
             bestt = tl.min(tl.where(mt == topt, found[0], BEYOND), axis=0).to(tl.int32)
-    own, theirs = merge_lanes(m, top, sums, c, 9, True, F), merge_teacher(m, mt, top, topt, sums, c, ct, True, F)
+    own, teacher_sums = merge_lanes(m, top, sums, c, 9, True, F), merge_teacher(m, mt, top, topt, sums, c, ct, True, F)
     total += (end - skew).to(tl.float32) * (centre - origin_of(top))
-    return top, best, own, total, topt, bestt, theirs, picked
+    return top, best, own, total, topt, bestt, teacher_sums, picked
 
 
 @triton.jit

@@ -28,7 +28,7 @@ def dot(x, y, acc):
 
 
 @triton.jit
-def even(x):
+def whole_vectors(x):
     """Tells the compiler that a width or a stride is whole vectors of 16 bytes, which `product.fits` has checked."""
     return x // 8 * 8
 
@@ -162,13 +162,13 @@ def read_kernel(x, w, e, count, at, out, V, D, rows, start, first, wide, tiles, 
 
 
 @triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count", "beyond", "tiles"])
-def repair_kernel(x, w, e, count, beyond, tiles, at, V, D, F: tl.constexpr):
+def repair_kernel(x, w, e, count, far, tiles, at, V, D, F: tl.constexpr):
     """Compute e again in rows of tiles with a row too far from its reference, which has been replaced since."""
     BM: tl.constexpr = F.BM
     BN: tl.constexpr = F.BN
     BK: tl.constexpr = F.BK
     live, wide, deep = tl.load(count), tl.cdiv(V, BN), tl.cdiv(D, BK)
-    bad = tl.load(beyond)
+    bad = tl.load(far)
     for t in tl.range(tl.program_id(0), bad * wide, F.PROGRAMS):
         pm, pn = tl.load(tiles + t // wide), t % wide
         acc = begun(own_column(at.target, pm, pn, live, F.TARGET, BM, BN), pn, V, F.TARGET, True, BM, BN)
@@ -189,7 +189,7 @@ def hidden_part(
     acc, number, here, column, factor, share, constant, own, at, total, weight_stride, out_stride, D, F: tl.constexpr
 ):
     keep = here[:, None]
-    if not F.EVEN:
+    if not F.WHOLE_TILES:
         keep = keep & (column < D)[None, :]
     x = acc * factor[:, None]
     if F.CONSTANT:

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import LN2
 from headloss.backends.triton.kernels.pointwise import quick_log2
-from headloss.backends.triton.kernels.product import even
+from headloss.backends.triton.kernels.product import whole_vectors
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def live_kernel(count, listed, a, b, e, c, y, at, BM: tl.constexpr, B: tl.conste
         marked = 0
         for first in range(0, tl.cdiv(live, BM), R):
             i = first + tl.arange(0, R)
-            bad = tl.load(at.beyond + i, mask=i < tl.cdiv(live, BM), other=0)
+            bad = tl.load(at.far + i, mask=i < tl.cdiv(live, BM), other=0)
             tl.store(at.tiles + marked + tl.cumsum(bad, 0) - 1, i, mask=bad > 0)
             marked += tl.sum(bad, 0)
         tl.store(at.counts + 2, marked)
@@ -105,7 +105,7 @@ def live_kernel(count, listed, a, b, e, c, y, at, BM: tl.constexpr, B: tl.conste
 @triton.jit(do_not_specialize=["stride"])
 def move_kernel(e, counts, gaps, sources, stride, PROGRAMS: tl.constexpr, B: tl.constexpr):
     """Moves whole rows, with the few columns of padding: whole vectors move five times as fast."""
-    stride = even(stride)
+    stride = whole_vectors(stride)
     V = stride
     parts = tl.cdiv(V, B)
     for i in tl.range(tl.program_id(0), tl.load(counts + 1) * parts, PROGRAMS):
@@ -124,7 +124,7 @@ def factor_kernel(
     TARGET: tl.constexpr, SCALED: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """One program per row that counts stores what the gradient products need of it, at the row's place in E."""
-    D, stride, scaled_stride = even(D), even(stride), even(scaled_stride)
+    D, stride, scaled_stride = whole_vectors(D), whole_vectors(stride), whole_vectors(scaled_stride)
     place = tl.program_id(0)
     live, alive = tl.load(count), tl.load(at.counts)
     if TARGET and place >= alive:
@@ -183,7 +183,7 @@ def bend_kernel(e, bends, counts, stride, PROGRAMS: tl.constexpr, B: tl.constexp
 
     The largest e uses a log p from before e was rounded: if p is near 1, the gradient would be nothing but rounding.
     """
-    stride = even(stride)
+    stride = whole_vectors(stride)
     parts = tl.cdiv(stride, B)
     for i in tl.range(tl.program_id(0), tl.load(counts) * parts, PROGRAMS):
         at, column = i // parts, i % parts * B + tl.arange(0, B)
@@ -241,7 +241,7 @@ def scatter_kernel(
     if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
         tl.extra.cuda.gdc_wait()
         return
-    D, stride, out_stride = even(D), even(stride), even(out_stride)
+    D, stride, out_stride = whole_vectors(D), whole_vectors(stride), whole_vectors(out_stride)
     parts = tl.cdiv(D, BD)
     i = tl.program_id(0) // parts
     key, place = tl.load(keys + i), tl.load(order + i)
@@ -281,7 +281,7 @@ def blank_kernel(
     if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
         tl.extra.cuda.gdc_wait()
         return
-    D, stride = even(D), even(stride)
+    D, stride = whole_vectors(D), whole_vectors(stride)
     place = tl.program_id(0)
     row = place
     if F.LISTED:

@@ -105,18 +105,18 @@ def across_kernel(
     here, slots = row < wide, 2 * levels
     room, node_stride, rank_stride = rows.to(tl.int64) * FIELDS, stride.to(tl.int64) * FIELDS, rank_stride.to(tl.int64)
     about = gathered + slots * node_stride  # per rank: the target's logit and column, the first column, how many
-    even, own, found = 1, tl.full([B], -1.0, tl.float32), tl.full([B], -float("inf"), tl.float32)
+    whole_vectors, own, found = 1, tl.full([B], -1.0, tl.float32), tl.full([B], -float("inf"), tl.float32)
     for rank in range(0, ranks):
         at = about + rank * rank_stride
         start, columns = tl.load(at + 2 * stride).to(tl.int32), tl.load(at + 3 * stride).to(tl.int32)
-        even = tl.where((columns > 0) & (start % TILE != 0), 0, even)
+        whole_vectors = tl.where((columns > 0) & (start % TILE != 0), 0, whole_vectors)
         if F.TARGET:
             found = tl.maximum(found, tl.load(at + row, mask=here, other=-float("inf")))
             own = tl.maximum(own, tl.load(at + stride + row, mask=here, other=-1.0))
     if F.TARGET:
         tl.store(targets + row, own.to(tl.int32), mask=here)
         tl.store(logit + row, found, mask=here)
-    waiting = even * 0  # how many tiles the nodes in the scratch cover
+    waiting = whole_vectors * 0  # how many tiles the nodes in the scratch cover
     for rank in range(0, ranks):
         base = gathered + rank * rank_stride
         at = about + rank * rank_stride
@@ -129,12 +129,12 @@ def across_kernel(
                 tile += 1 << k
                 from_ = base + slot * node_stride + row
                 most, S, total, best, X, Q = loaded(from_, stride, here, SUMS)
-                k = k * even
+                k = k * whole_vectors
                 while (waiting >> k) % 2 == 1:
                     left = loaded(scratch + k * room + row, rows, here, SUMS)
                     most, S, total, best, X, Q = joined(left, (most, S, total, best, X, Q))
                     waiting -= 1 << k
-                    k += even
+                    k += whole_vectors
                 stored(scratch + k * room + row, rows, here, (most, S, total, best, X, Q), SUMS)
                 tl.debug_barrier()  # one thread may load what another stores
                 waiting += 1 << k

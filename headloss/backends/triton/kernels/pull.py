@@ -184,8 +184,8 @@ def pull_kernel(
     for i in tl.static_range(len(F.TA)):
         T = temperature(given.compared_temperatures[i], row, F.COMPARED_PER_ROW[i])
         over = tl.div_rn(f, T)
-        theirs = tl.div_rn(1.0, temperature(given.teacher_temperatures[i], row, F.TEACHER_PER_ROW[i]))
-        pairs = pairs + (tl.div_rn(1.0, T), tl.load(rows), theirs, tl.load(rows + N))
+        inverse_t = tl.div_rn(1.0, temperature(given.teacher_temperatures[i], row, F.TEACHER_PER_ROW[i]))
+        pairs = pairs + (tl.div_rn(1.0, T), tl.load(rows), inverse_t, tl.load(rows + N))
         rows += 2 * N
         a, live, rows = coefficient(rows, N, over, live, F.TA[i])
         b, live, rows = coefficient(rows, N, over, live, F.TB[i])
@@ -206,12 +206,12 @@ def pull_kernel(
     ragged, ends = rim(low_here, high, whole_low, whole_high, VEC)
     cut = (whole_low > low_here) | (whole_high < high)
     if live:
-        said = ()
+        picked_t = ()
         if F.TARGET:
             column = (wanted - start + skew).to(tl.int32)
             here = (column >= low_here) & (column < high)
             picked = tl.zeros([], raw.dtype.element_ty)
-            said = loaded(teachers, column, here)
+            picked_t = loaded(teachers, column, here)
             if here:
                 picked = tl.load(raw + column)
                 tl.debug_barrier()  # every warp has read the target's logit before any may overwrite it
@@ -237,7 +237,7 @@ def pull_kernel(
             tl.store(out + ragged, g.to(kind), mask=ends)
         if F.TARGET:  # noqa: SIM102, known before the kernel runs
             if here:  # one store instead of a comparison for every column
-                g, z = gradient(picked, said, own, tops, pairs, divergences, given, ELEMENT, F)
+                g, z = gradient(picked, picked_t, own, tops, pairs, divergences, given, ELEMENT, F)
                 g += slopes(at_target, z, given.cap, F.CAPPED)
                 tl.debug_barrier()
                 tl.store(out + column, g.to(kind))

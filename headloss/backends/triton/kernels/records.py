@@ -54,7 +54,7 @@ class Given(NamedTuple):
     cap: Any
     teacher_scale: Any
     teacher_cap: Any
-    beyond: Any = ()  # for a teacher on a larger vocabulary, its log-sum-exp over what the student lacks
+    teacher_tails: Any = ()  # for a teacher on a larger vocabulary, its log-sum-exp over what the student lacks
 
 
 class PullAt(NamedTuple):
@@ -148,7 +148,7 @@ class Flags(NamedTuple):
     TEACHER_VEC: Flag
     OUT_TEACHER_VEC: Flag
     SAME: Flag
-    EVEN: Flag
+    UNCUT: Flag
     PAIRED: Flag
     TEACHER_PAIRED: Flag
     # how it is swept
@@ -255,7 +255,7 @@ class SettleFlags(NamedTuple):
     TARGET: Flag  # whether a loss reads it
     # of dense teachers
     TEACHERS: Flag = False
-    THEIR_SLOT: Flag = 0  # the index of the teachers' first sum
+    TEACHER_SLOT: Flag = 0  # the index of the teachers' first sum
     TEACHER_BEST: Flag = ()  # per teacher, whether its argmax is asked for
     BEST_OF: Flag = ()  # per fact that is an argmax, the index of its teacher among those
     JOINT: Flag = ()  # per teacher and temperature of its comparison, which of the six sums there are

@@ -140,14 +140,14 @@ def around_ids(raw, low, high, ids, F: tl.constexpr):
 @triton.jit
 def take_in(
     x, at, skew, end, m, best, block, sums, total, centre, c, how, word,
-    MASKED: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+    MASKED: tl.constexpr, UNCUT: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Add a stored block, from column `at` (L, J) on, to the lanes' partials; with TAIL, without the vectors that hold
     ids, by the bits of `word` (L,).
 
-    MASKED: some of its columns may not be in the row.  If no vector is cut (EVEN), those were loaded as -inf.
+    MASKED: some of its columns may not be in the row.  If no vector is cut (UNCUT), those were loaded as -inf.
     """
-    CUT: tl.constexpr = MASKED and (F.SCALED or F.CAPPED or not EVEN)
+    CUT: tl.constexpr = MASKED and (F.SCALED or F.CAPPED or not UNCUT)
     HIDE_WORDS: tl.constexpr = F.TAIL and F.PAIRED and not (F.SCALED or F.CAPPED or F.TOTAL)
     WORDS: tl.constexpr = F.PAIRED and not (F.SCALED or F.CAPPED or CUT or (F.TAIL and not HIDE_WORDS))
     if HIDE_WORDS:  # two columns at once
@@ -185,7 +185,7 @@ def take_in(
 
 @triton.jit
 def search(
-    words, block, holds, top, low, high, go, stop, how, SKEWED: tl.constexpr, EVEN: tl.constexpr,
+    words, block, holds, top, low, high, go, stop, how, SKEWED: tl.constexpr, UNCUT: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """For each lane that holds `top`, the first column in its `block` that has it, (L,); for others one beyond all
@@ -198,7 +198,7 @@ def search(
     J: tl.constexpr = F.J
     BLOCK: tl.constexpr = K * L * J
     W: tl.constexpr = 2 if PAIRED else 1
-    CUT: tl.constexpr = SCALED or CAPPED or not EVEN
+    CUT: tl.constexpr = SCALED or CAPPED or not UNCUT
     WORDS: tl.constexpr = PAIRED and not CUT
     lane, j = tl.arange(0, L), tl.arange(0, J)[None, :]
     at = (block * (BLOCK // W) + lane * (J // W))[:, None] + tl.arange(0, J // W)[None, :]
@@ -292,7 +292,7 @@ def read(raw, skew, end, part, c, how, marks, ids, POLICY: tl.constexpr, F: tl.c
         if F.TAIL:
             word = load_marks(marks, word, block, F)
         m, best, sums, total = take_in(
-            x, block * BLOCK + j, skew, end, m, best, block, sums, total, centre, c, how, word, False, F.EVEN, F
+            x, block * BLOCK + j, skew, end, m, best, block, sums, total, centre, c, how, word, False, F.UNCUT, F
         )
         if AHEAD:
             x = following
@@ -301,14 +301,14 @@ def read(raw, skew, end, part, c, how, marks, ids, POLICY: tl.constexpr, F: tl.c
         block = last - KEEP + n
         x = take(words, block * (BLOCK // W) + w, 0, 0, False, "evict_first", K, PAIRED)
         m, best, sums, total = take_in(
-            x, block * BLOCK + j, skew, end, m, best, block, sums, total, centre, c, how, word, False, F.EVEN, F
+            x, block * BLOCK + j, skew, end, m, best, block, sums, total, centre, c, how, word, False, F.UNCUT, F
         )
         kept = kept + x
     if end > last * BLOCK:
         if F.TAIL:
             word = load_marks(marks, word, last, F)
         m, best, sums, total = take_in(
-            tail, last * BLOCK + j, skew, end, m, best, last, sums, total, centre, c, how, word, True, F.EVEN, F
+            tail, last * BLOCK + j, skew, end, m, best, last, sums, total, centre, c, how, word, True, F.UNCUT, F
         )
     top = tl.max(m, axis=0)
     column = tl.zeros([L], tl.int32)
@@ -316,7 +316,7 @@ def read(raw, skew, end, part, c, how, marks, ids, POLICY: tl.constexpr, F: tl.c
         # a lane that holds the maximum knows in which block it first saw it, and reads that block again
         column = search(
             words, best, m == top, top, skew, end, go, stop, how,
-            F.LINE > VEC, F.EVEN, F.SCALED, F.CAPPED, PAIRED, F,
+            F.LINE > VEC, F.UNCUT, F.SCALED, F.CAPPED, PAIRED, F,
         )  # fmt: skip
     return m, top, column - skew, sums, tl.sum(total, axis=0), centre, tail + kept, left
 

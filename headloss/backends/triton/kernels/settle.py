@@ -146,17 +146,17 @@ def facts_of(sums, column, live, row, N, ranks, apart, columns, given, VALUES: t
     T = ()
     for i in tl.static_range(len(F.PER_ROW)):
         T = T + (temperature(given.temperatures[i], row, F.PER_ROW[i]),)
-    theirs = ()
+    teacher_numbers = ()
     top, away, total, best, S, X, Q = merged(sums + column, T, N, ranks, apart, F)
     if F.TEACHERS:
-        tops, bests, joint, divergences, slopes = teacher_sums(sums + column, F.THEIR_SLOT, N, top, F)
-        values, logs, their_logs = VALUES(top, away, total, best, T, S, X, Q, columns, bests, joint, divergences)
+        tops, bests, joint, divergences, slopes = teacher_sums(sums + column, F.TEACHER_SLOT, N, top, F)
+        values, logs, teacher_logs = VALUES(top, away, total, best, T, S, X, Q, columns, bests, joint, divergences)
         for i in tl.static_range(len(tops)):
-            theirs = theirs + (kept(tl.where(tops[i] > -float("inf"), tops[i], 0.0), live),)
-        for i in tl.static_range(len(their_logs)):
-            theirs = theirs + (kept(their_logs[i], live),)
+            teacher_numbers = teacher_numbers + (kept(tl.where(tops[i] > -float("inf"), tops[i], 0.0), live),)
+        for i in tl.static_range(len(teacher_logs)):
+            teacher_numbers = teacher_numbers + (kept(teacher_logs[i], live),)
         for i in tl.static_range(len(slopes)):
-            theirs = theirs + (kept(slopes[i], live),)
+            teacher_numbers = teacher_numbers + (kept(slopes[i], live),)
     else:
         values, logs = VALUES(top, away, total, best, T, S, X, Q, columns)
     facts, log_sums = (), ()
@@ -164,7 +164,7 @@ def facts_of(sums, column, live, row, N, ranks, apart, columns, given, VALUES: t
         facts = facts + (kept(values[i], live),)
     for i in tl.static_range(len(logs)):
         log_sums = log_sums + (kept(logs[i], live),)
-    return facts, kept(tl.where(top > -float("inf"), top, 0.0), live), log_sums, theirs
+    return facts, kept(tl.where(top > -float("inf"), top, 0.0), live), log_sums, teacher_numbers
 
 
 @triton.jit
@@ -222,7 +222,7 @@ def read(
     """Load a block of rows, with everything that the printed function takes of them."""
     B: tl.constexpr = F.B
     row, here, live = block_of(first, end, target, order, F)
-    facts, top, log_sums, theirs = facts_of(
+    facts, top, log_sums, teacher_numbers = facts_of(
         sums, row - first_row, live, row, N, ranks, apart, columns, given, VALUES, F
     )
     inputs = inputs_of(given, row, group, live, F)
@@ -230,7 +230,7 @@ def read(
     y = tl.zeros([B], tl.int64)
     if F.TARGET:
         y = kept(tl.load(target + row).to(tl.int64), live)
-    return row, here, live, facts, top, log_sums, theirs, inputs, weights, seeds, y
+    return row, here, live, facts, top, log_sums, teacher_numbers, inputs, weights, seeds, y
 
 
 @triton.jit(
@@ -251,7 +251,7 @@ def settle_kernel(
         begin, end = tl.load(offsets + group), tl.load(offsets + group + 1)
     step, wide, across, apart = N.to(tl.int64), all_rows.to(tl.int64), groups.to(tl.int64), apart.to(tl.int64)
     columns = number(given.vocab, 0, False, False).to(tl.float32)
-    known, literals = (), ()
+    earlier, literals = (), ()
     for i in tl.static_range(len(given.numbers)):
         literals = literals + (number(given.numbers[i], 0, False, False).to(tl.float32),)
 
@@ -264,27 +264,27 @@ def settle_kernel(
         count = tl.sum(counted, 0).to(tl.float64)
 
     for walk in tl.static_range(len(F.SUMS)):
-        partial = zeros(len(known), F.SUMS[walk], F)
+        partial = zeros(len(earlier), F.SUMS[walk], F)
         for first in range(begin, end, B):
-            row, here, live, facts, top, log_sums, theirs, inputs, weights, seeds, y = read(
+            row, here, live, facts, top, log_sums, teacher_numbers, inputs, weights, seeds, y = read(
                 first, end, group, count, at.sums, target, order, given, step, first_row, ranks, apart, columns,
                 VALUES, F,
             )  # fmt: skip
-            parts = FN(walk, facts, inputs, y, literals, seeds, columns, known, count, inside)
+            parts = FN(walk, facts, inputs, y, literals, seeds, columns, earlier, count, inside)
             partial = added(partial, parts, live)
         for i in tl.static_range(len(partial)):
-            known = known + (tl.sum(partial[i], 0),)
+            earlier = earlier + (tl.sum(partial[i], 0),)
 
     LAST: tl.constexpr = len(F.SUMS)
     totals = ()
     for _i in tl.static_range(len(F.OF_SEGMENTS)):
         totals = totals + (tl.zeros([B], tl.float32),)
     for first in range(begin, end, B):
-        row, here, live, facts, top, log_sums, theirs, inputs, weights, seeds, y = read(
+        row, here, live, facts, top, log_sums, teacher_numbers, inputs, weights, seeds, y = read(
             first, end, group, count, at.sums, target, order, given, step, first_row, ranks, apart, columns, VALUES, F
         )
         values, metrics, by_fact, by_input, pulls, teacher_pulls = FN(
-            LAST, facts, inputs, y, literals, seeds, columns, known, count, inside
+            LAST, facts, inputs, y, literals, seeds, columns, earlier, count, inside
         )
         weighted = ()
         for i in tl.static_range(len(values)):
@@ -292,7 +292,7 @@ def settle_kernel(
         totals = added(totals, weighted, live)
 
         out = put(top, at.found + row, wide, True, here)
-        softmax = log_sums + theirs
+        softmax = log_sums + teacher_numbers
         for i in tl.static_range(len(softmax)):
             out = put(softmax[i], out, wide, True, here)
         for i in tl.static_range(len(F.KINDS)):
@@ -319,7 +319,7 @@ def settle_kernel(
     counts = inside & (count > 0)
     inputs = inputs_of(given, 0, group, counts, F)
     weights, seeds = weights_of(given, 0, count, F)
-    values, metrics = FN(LAST + 1, (), inputs, 0, literals, seeds, columns, known, count, inside)
+    values, metrics = FN(LAST + 1, (), inputs, 0, literals, seeds, columns, earlier, count, inside)
     by_segment = at.by_segment + group
     for i in tl.static_range(len(F.OF_SEGMENTS)):
         if F.OF_SEGMENTS[i]:

@@ -176,14 +176,14 @@ def cut_kernel(raw, found, counts, V, stride, lead, k, how, F: tl.constexpr):
             low = tl.where(reached, middle, low)
             high = tl.where(reached, high, middle)
         least = low.to(tl.int32)
-        room = k - above(raw, least + 1, skew, end, how, F)
+        remaining = k - above(raw, least + 1, skew, end, how, F)
         at = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
         total = 0
         equals = 0
         for n in range(0, tl.cdiv(end, L * J)):
             key = keys(raw, n * (L * J) + at, skew, end, how, True, F)
             many_equal, before_equal = place(key == least)
-            hit = (key > least) | ((key == least) & (equals + before_equal < room))
+            hit = (key > least) | ((key == least) & (equals + before_equal < remaining))
             equals += many_equal
             many, before = place(hit)
             tl.store(found + total + before, sortable(key, n * (L * J) + at - skew), mask=hit)

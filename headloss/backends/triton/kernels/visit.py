@@ -3,13 +3,13 @@
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   F numbers per row   N rows
 
-A program owns a row, or a part of one (shared_rows.py).  It sweeps the row once for the sums behind the facts, each lane on
-its own (row_loops.py), calls two printed functions, `VALUES` (sums to facts) and `FN` (facts to losses and
-coefficients), and sweeps the row again, backwards, while the end of it is still in the cache, to write the gradient.
-With a dense teacher both rows are swept together (pair_loops.py), and once more for divergences that need both
-softmaxes first.  The ids of a sparse teacher are read first; if the rest of the row is needed by itself (TAIL), the
-sweep covers that alone, and the ids are added at the end; the gradient of the tail is then written to all columns, and
-that of the ids over it.
+A program owns a row, or a part of one (shared_rows.py).  It sweeps the row once for the sums behind the facts, with a
+partial per lane (row_loops.py), calls two printed functions, `VALUES` (sums to facts) and `FN` (facts to losses and
+coefficients), and sweeps the row again, backwards, while its end is still in the cache, to write the gradient.  With a
+dense teacher both rows are swept together (pair_loops.py), and once more for divergences that need both softmaxes
+first.  The ids of a sparse teacher are read first; if the rest of the row is needed by itself (TAIL), the sweep covers
+that alone, and the ids are added at the end; the gradient of the tail is then written to all columns, and that of the
+ids over it.
 
 `found` (F, N) receives the results per row: its maximum and log_sums; for a dense teacher its maximum, its log_sums and
 the sum of each divergence's slopes, for a sparse one the tail's maximum and log_sums; then facts, the terms' values,
@@ -77,7 +77,7 @@ def visit_kernel(
 
     if live:
         # load everything else that a row needs before the sweep
-        inputs, weights, seeds, known = arguments(given, row, count, k, F)
+        inputs, weights, seeds, literals = arguments(given, row, count, k, F)
         how = (given.scale, given.cap, given.teacher_scale, given.teacher_cap)
         T, c, ct = (), (), ()
         for i in tl.static_range(len(F.A)):
@@ -89,28 +89,32 @@ def visit_kernel(
         column = (wanted - start).to(tl.int32)
         here = (column >= 0) & (column < V)
         picked = tl.zeros([], at.raw.dtype.element_ty)
-        said = 0.0
-        mine = here
+        picked_t = 0.0
+        has_target = here
         if F.PARTS:
-            mine = here & (column // (F.K * F.L * F.J * F.SPAN) == part)
+            has_target = here & (column // (F.K * F.L * F.J * F.SPAN) == part)
         if F.PICK:
-            picked = tl.load(raw_row + column, mask=mine, other=0.0)
+            picked = tl.load(raw_row + column, mask=has_target, other=0.0)
             if F.DENSE:
-                said = tl.load(at.teacher + (row * teacher_stride + teacher_lead + column), mask=mine, other=0.0)
-        there = tl.full([], 1, tl.int1)
-        named, at_k, raw_k, z_k = there, 0, 0.0, 0.0
+                picked_t = tl.load(
+                    at.teacher + (row * teacher_stride + teacher_lead + column), mask=has_target, other=0.0
+                )
+        is_id = tl.full([], 1, tl.int1)
+        is_column, at_k, raw_k, z_k = is_id, 0, 0.0, 0.0
         if IDS:
-            there = k < count
-            id_k = tl.load(at.ids + row * count + k, mask=there, other=-1)
+            is_id = k < count
+            id_k = tl.load(at.ids + row * count + k, mask=is_id, other=-1)
             at_k = (id_k - start).to(tl.int32)
-            named = (id_k >= 0) & (at_k >= 0) & (at_k < V)
-            raw_k = tl.load(raw_row + at_k, mask=named, other=0.0)  # made logits later, so that the sweep need not wait
+            is_column = (id_k >= 0) & (at_k >= 0) & (at_k < V)
+            raw_k = tl.load(
+                raw_row + at_k, mask=is_column, other=0.0
+            )  # converted later: the sweep need not wait for it
 
-        topt, bestt, theirs, tail = tl.full([], LOWEST, tl.float32), tl.full([], NOWHERE, tl.int32), (), ()
+        topt, bestt, teacher_sums, tail = tl.full([], LOWEST, tl.float32), tl.full([], NOWHERE, tl.int32), (), ()
         teacher = at.teacher
         if F.DENSE:
             teacher += tl.multiple_of(row * teacher_stride + teacher_lead - skew, TEACHER_VEC)
-            top, best, own, total, topt, bestt, theirs, picked = sweep_pair(
+            top, best, own, total, topt, bestt, teacher_sums, picked = sweep_pair(
                 at.raw + begin, teacher, skew, skew + V, part, picked, c, ct, how, scratch, POLICY, F
             )
         else:
@@ -131,7 +135,7 @@ def visit_kernel(
                 top = above
 
         if IDS:
-            z_k = tl.where(named, logits(raw_k, how[0], how[1], F.SCALED, F.CAPPED), -float("inf"))
+            z_k = tl.where(is_column, logits(raw_k, how[0], how[1], F.SCALED, F.CAPPED), -float("inf"))
         swept = top
         tails = ()
         tail_most = -float("inf")
@@ -145,38 +149,38 @@ def visit_kernel(
             tail_most = tl.where(swept > LOWEST, swept, -float("inf"))
             if F.BEST:  # equal values among the ids and in the tail: the lowest column
                 best = tl.where(swept == top, best, NOWHERE)
-                best = tl.minimum(best, tl.min(tl.where(named & (z_k == top), at_k, NOWHERE), axis=0))
+                best = tl.minimum(best, tl.min(tl.where(is_column & (z_k == top), at_k, NOWHERE), axis=0))
         origin = origin_of(top)
         most = tl.where(top > LOWEST, top, -float("inf"))
         away = -float("inf")
         if F.PICK:
             away = tl.where(here, logits(picked, how[0], how[1], F.SCALED, F.CAPPED) - origin, -float("inf"))
         total += V.to(tl.float32) * (origin_of(swept) - origin)
-        sums, spreads, squares, sums_t, ys, fs, gs, beyond = (), (), (), (), (), (), (), ()
+        sums, spreads, squares, sums_t, ys, fs, gs, teacher_tails = (), (), (), (), (), (), (), ()
         for i in tl.static_range(len(c)):
             if F.WHOLE:
                 lse = 0.0
                 if F.COMPARED[i]:
                     Tt = temperature(given.teacher_temperatures[i], row, F.TEACHER_PER_ROW[i])
-                    lse = tl.load(given.beyond[i] + row) - tl.div_rn(other, Tt)
-                beyond = beyond + (lse,)
+                    lse = tl.load(given.teacher_tails[i] + row) - tl.div_rn(other, Tt)
+                teacher_tails = teacher_tails + (lse,)
             sums = sums + (own[3 * i],)
             spreads = spreads + (own[3 * i + 1],)
             squares = squares + (own[3 * i + 2],)
             if F.DENSE:
-                sums_t = sums_t + (theirs[6 * i],)
-                ys = ys + (theirs[6 * i + 1],)
-                fs = fs + (theirs[6 * i + 2] + theirs[6 * i + 3] * NATS,)
-                gs = gs + (theirs[6 * i + 4] + theirs[6 * i + 5] * NATS,)
+                sums_t = sums_t + (teacher_sums[6 * i],)
+                ys = ys + (teacher_sums[6 * i + 1],)
+                fs = fs + (teacher_sums[6 * i + 2] + teacher_sums[6 * i + 3] * NATS,)
+                gs = gs + (teacher_sums[6 * i + 4] + teacher_sums[6 * i + 5] * NATS,)
         argmax = column_or_start(best, top, start)
         log_t = ()
         if F.DENSE or IDS:
-            settled, log_sums, log_t = VALUES(
+            values, log_sums, log_t = VALUES(
                 most, away, total, argmax, T, sums, spreads, squares, given.vocab,
-                column_or_start(bestt, topt, start), sums_t, ys, fs, gs, z_k - origin, tail_most, tails, beyond,
+                column_or_start(bestt, topt, start), sums_t, ys, fs, gs, z_k - origin, tail_most, tails, teacher_tails,
             )  # fmt: skip
         else:
-            settled, log_sums = VALUES(most, away, total, argmax, T, sums, spreads, squares, given.vocab)
+            values, log_sums = VALUES(most, away, total, argmax, T, sums, spreads, squares, given.vocab)
 
         # for the second read and for the gradient: p = 2^t / s, with t relative to an integer, so that 2^t needs no
         # further constant; `n_` is log2 s
@@ -222,15 +226,15 @@ def visit_kernel(
             if F.DIVERGENCE_OF[i] >= 0:
                 facts = facts + (divergences[2 * F.DIVERGENCE_OF[i]],)
             elif F.KINDS[i] == AT_IDS:
-                facts = facts + (tl.where(there, settled[i], 0.0),)  # -inf at an id that names no column
+                facts = facts + (tl.where(is_id, values[i], 0.0),)  # -inf at an id that names no column
             else:
-                facts = facts + (settled[i],)
+                facts = facts + (values[i],)
 
         if F.GRADIENT:
             if F.DENSE or IDS:
-                results = FN(facts, inputs, wanted, known, seeds, given.vocab, there, named)
+                results = FN(facts, inputs, wanted, literals, seeds, given.vocab, is_id, is_column)
             else:
-                results = FN(facts, inputs, wanted, known, seeds, given.vocab)
+                results = FN(facts, inputs, wanted, literals, seeds, given.vocab)
             pulls = results[4]
             f = 1.0
             if F.SCALED:
@@ -316,33 +320,33 @@ def visit_kernel(
                 raw_out = at.raw + tl.multiple_of(row * stride + lead - out_skew, RAW_VEC)
                 spot = column + out_skew
                 if F.DENSE:
-                    their_out = at.teacher + tl.multiple_of(
+                    teacher_out = at.teacher + tl.multiple_of(
                         row * teacher_stride + teacher_lead - out_skew, OUT_TEACHER_VEC
                     )
                     write_pair(
-                        raw_out, their_out, out, out_skew, out_skew + V, part, kept, kw + kl, given.divergence_numbers,
-                        at_target, (picked, said, mine), spot, how, DIVERGENCE, F,
+                        raw_out, teacher_out, out, out_skew, out_skew + V, part, kept, kw + kl,
+                        given.divergence_numbers, at_target, (picked, picked_t, has_target), spot, how, DIVERGENCE, F,
                     )  # fmt: skip
                 else:
                     write(
                         raw_out, out, out_skew, out_skew + V, part, tail, origin_w, c, kw,
-                        at_target, picked, spot, mine, how, F,
+                        at_target, picked, spot, has_target, how, F,
                     )  # fmt: skip
                 if IDS:
-                    z = tl.where(named, finite(z_k), 0.0)
+                    z = tl.where(is_column, finite(z_k), 0.0)
                     if F.PICK:
                         at_ids += tl.where(at_k == column, at_target, 0.0)
                     g_k = gradient(z, origins, c, ki, how[1], F) + slopes(at_ids, z, how[1], F.CAPPED)
                     tl.debug_barrier()
-                    tl.store(out + (at_k + out_skew), g_k.to(out.dtype.element_ty), mask=named)
+                    tl.store(out + (at_k + out_skew), g_k.to(out.dtype.element_ty), mask=is_column)
             else:
                 zeros(out, out_skew, out_skew + V, part, F.OUT_VEC, F)
 
         # after the sweep, so that nothing in it waits for a metric
         if F.DENSE or IDS:
-            results = FN(facts, inputs, wanted, known, seeds, given.vocab, there, named)
+            results = FN(facts, inputs, wanted, literals, seeds, given.vocab, is_id, is_column)
         else:
-            results = FN(facts, inputs, wanted, known, seeds, given.vocab)
+            results = FN(facts, inputs, wanted, literals, seeds, given.vocab)
         numbers = (origin,) + log_sums
         if F.DENSE or F.TAIL:
             numbers = numbers + (other,)

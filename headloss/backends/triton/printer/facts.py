@@ -4,7 +4,7 @@
     with a teacher, also (teacher_argmax, St, Y, F, G, ids, tail_most, tails, beyond) -> values, log_sums, the teacher's
     between sweeps, with dense teachers, (teacher_argmax, joint, divergences) -> values, log_sums, log_S, log_St of each
 
-`beyond`: see `facts.with_whole`; `joint`: the six sums per teacher and temperature of its comparison.
+`teacher_tails`: see `facts.with_whole`; `joint`: the six sums per teacher and temperature of its comparison.
 
 Values are in the order of the Want.  A divergence's value comes from the second read: between sweeps it is passed in,
 else 0 stands for it.  No kernel and no other file of this backend knows the formula or the index of a fact.
@@ -40,10 +40,10 @@ NAME = "facts"
 WIDE = ("ids_logprob", "ids_logit")  # one value per id
 SUMS = {  # what the kernels of this backend sum, and what is made of these sums
     "max", "target", "total", "columns", "argmax", "S", "X", "Q", "St", "Y", "F", "G", "ids", "tail_max", "top",
-    "T", "vocab", "log_S", "log_St", "tail_log_sum", "their_at", "their_log_sum", *PLAIN,
+    "T", "vocab", "log_S", "log_St", "tail_log_sum", "teacher_at", "teacher_log_sum", *PLAIN,
 }  # fmt: skip
 OWN = ("most", "target", "total", "argmax", "T", "S", "X", "Q", "vocab")
-THEIRS = ("teacher_argmax", "St", "Y", "F", "G", "ids", "tail_most", "tails", "beyond")
+TEACHER = ("teacher_argmax", "St", "Y", "F", "G", "ids", "tail_most", "tails", "teacher_tails")
 BETWEEN = ("teacher_argmax", "joint", "divergences")
 ROWS = 3
 Texts = list[str | None]
@@ -101,7 +101,7 @@ def _between_source(want: Want) -> str:
         partial = Partial(at["most"], at["argmax"], at["target"], at["total"], None, moments, tuple(teachers))
         facts, softmax = finish(partial, want, [at[f"T[{i}]"] for i in keys], at["vocab"])  # type: ignore[arg-type]
         facts |= {f: at[f"divergences[{i}]"] for i, f in enumerate(divergences)}
-        logs = [x for seen in softmax.teachers for x in (*seen.log_S, *seen.log_St)]  # type: ignore[union-attr]
+        logs = [x for softmax_t in softmax.teachers for x in (*softmax_t.log_S, *softmax_t.log_St)]  # type: ignore[union-attr]
         return [[facts[f] for f in want.facts], [*softmax.log_sums], [*logs]]
 
     return _values_source(settle, given, (*OWN, *BETWEEN))
@@ -113,7 +113,7 @@ def values_source(want: Want, width: int = 0) -> str:
     keys, whole = range(len(want.temperatures)), torch.int64
     many = [
         f"{x}[{i}]"
-        for x in ("T", "S", "X", "Q", *(("St", "Y", "F", "G", "tails", "beyond") if want.teachers else ()))
+        for x in ("T", "S", "X", "Q", *(("St", "Y", "F", "G", "tails", "teacher_tails") if want.teachers else ()))
         for i in keys
     ]
     given = [Given(x) for x in ("most", "target", "total", "tail_most", *many)]
@@ -133,15 +133,15 @@ def values_source(want: Want, width: int = 0) -> str:
             teachers = (DensePartial(at["most"], at["teacher_argmax"], joint),)
         partial = Partial(at["most"], at["argmax"], at["target"], at["total"], None, moments, teachers)
         facts, softmax = finish(partial, want, [at[f"T[{i}]"] for i in keys], at["vocab"])  # type: ignore[arg-type]
-        beyond = {name: [at[f"beyond[{i}]"] for i in compared] for name in want.teachers if is_whole(name)}
+        beyond = {name: [at[f"teacher_tails[{i}]"] for i in compared] for name in want.teachers if is_whole(name)}
         facts, softmax = with_whole(want, facts, softmax, beyond)
         found: list[list[Tensor | None]] = [[facts.get(f) for f in want.facts], [*softmax.log_sums]]
-        for seen in softmax.teachers:
-            logs = seen.log_St if isinstance(seen, DenseSoftmax) else seen.tail_log_sums
+        for softmax_t in softmax.teachers:
+            logs = softmax_t.log_St if isinstance(softmax_t, DenseSoftmax) else softmax_t.tail_log_sums
             found.append([logs[compared.index(i)] if logs and i in compared else None for i in keys])
         return found
 
-    return _values_source(settle, given, (*OWN, *(THEIRS if want.teachers else ())), width)
+    return _values_source(settle, given, (*OWN, *(TEACHER if want.teachers else ())), width)
 
 
 def _values_source(settle: Any, given: Sequence[Given], arguments: Sequence[str], width: int = 0) -> str:
@@ -169,8 +169,8 @@ def chain_rule(
         for name in want.teachers:
             asked = [f for f in want.facts if f.teacher == name]
             divergences = tuple(at["vocab"] for f in asked if f.element is not None)  # which are read elsewhere
-            seen: Any = SparseSoftmax(None, ()) if width else DenseSoftmax(at["vocab"], (), (), divergences)
-            more: Any = teacher_coefficients(seen, want.temperatures_of(name), asked, facts, grads)
+            softmax_t: Any = SparseSoftmax(None, ()) if width else DenseSoftmax(at["vocab"], (), (), divergences)
+            more: Any = teacher_coefficients(softmax_t, want.temperatures_of(name), asked, facts, grads)
             found += [list(k if width else k[:4]) for k in more]
         return found
 
@@ -196,9 +196,9 @@ def _printed(
     outputs: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     needed = reach(outputs)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    known = {
+    arguments = {
         n: Value(printer.line(x.text), kind_of(x.dtype)) for n, x in zip(placeholders, named.values()) if n in needed
     }
-    values = printer.graph(graph, known, outputs)
+    values = printer.graph(graph, arguments, outputs)
     texts = iter([values[n].text for n in outputs])
     return [[next(texts) if x else None for x in group] for group in present]

@@ -31,7 +31,7 @@ Template = str | Callable[[Arguments], str]
 
 class Rule(NamedTuple):
     result: str  # "b" flags, "f" floats, "p" the kind that it is computed in
-    forms: Mapping[str, Template]  # by kind
+    templates: Mapping[str, Template]  # by kind
     only: Mapping[str, Any] = {}  # arguments with the only value that is printed
     unread: tuple[str, ...] = ()  # arguments that change nothing
 
@@ -69,12 +69,12 @@ def written(name: str, arguments: Arguments, given: Collection[str], dtype: torc
         raise Unprintable(f"{name} of several dtypes")
     _check_narrow(name, work, [*promoting, *(x for k, x in operands.items() if k == "alpha")])
     common = kind_of(work)
-    if common not in rule.forms:
+    if common not in rule.templates:
         raise Unprintable(f"{name} in {name_of(work)}")
     for x in operands.values():
         x.common = common
-    form, seen = rule.forms[common], _Read(arguments)
-    text = form.format_map(seen) if isinstance(form, str) else form(seen)
+    template, seen = rule.templates[common], _Read(arguments)
+    text = template.format_map(seen) if isinstance(template, str) else template(seen)
     for key in given:
         if key not in seen.read and key not in rule.only and key not in rule.unread:
             raise Unprintable(f"{name} with {key}")
@@ -181,12 +181,12 @@ def _pow(powers: Mapping[float, str], kind: str) -> Template:
 
 def _clamp(low: str, high: str) -> Template:
     def text(a: Arguments) -> str:
-        held = "{self:p}"
+        clamped = "{self:p}"
         if low in a and a[low] is not None:
-            held = f"highest({held}, {{{low}:p}})"
+            clamped = f"highest({clamped}, {{{low}:p}})"
         if high in a and a[high] is not None:
-            held = f"lowest({held}, {{{high}:p}})"
-        return held.format_map(a)
+            clamped = f"lowest({clamped}, {{{high}:p}})"
+        return clamped.format_map(a)
 
     return text
 
@@ -360,14 +360,14 @@ FILLS: dict[str, str | float] = {  # which argument fills a new tensor, or the n
     "full": "fill_value", "full_like": "fill_value", "new_full": "fill_value", "scalar_tensor": "s",
     "zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1,
 }  # fmt: skip
-# Along the ids of a row, (R, K): `there` says which of a padded block of ids are ids.
+# Along the ids of a row, (R, K): `is_id` says which of a padded block of ids are ids.
 ALONG: dict[str, str] = {
-    "sum": "sum_along({x}, there)",
-    "logsumexp": "logsumexp_along({x}, there)",
-    "_log_softmax": "log_softmax_along({x}, there)",
-    "_softmax": "softmax_along({x}, there)",
-    "_log_softmax_backward_data": "log_softmax_backward_along({x}, {y}, there)",
-    "_softmax_backward_data": "softmax_backward_along({x}, {y}, there)",
+    "sum": "sum_along({x}, is_id)",
+    "logsumexp": "logsumexp_along({x}, is_id)",
+    "_log_softmax": "log_softmax_along({x}, is_id)",
+    "_softmax": "softmax_along({x}, is_id)",
+    "_log_softmax_backward_data": "log_softmax_backward_along({x}, {y}, is_id)",
+    "_softmax_backward_data": "softmax_backward_along({x}, {y}, is_id)",
 }
 RESHAPES = frozenset({"unsqueeze", "squeeze", "expand"})  # between (R,), (R, 1) and (R, K): a block, or what it repeats
 # arguments that these may have: the result's shape and dtype say it all, or they do not change values

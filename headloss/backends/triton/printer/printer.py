@@ -113,7 +113,7 @@ class Printer:
         return {node: values[node] for node in outputs}
 
     def combines_rows(self, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
-        """Print an operation in which rows meet, if this printer knows how: see `segments.py`."""
+        """Print an operation that combines rows, if this printer can; whether it did.  See `segments.py`."""
         return False
 
     def _reshapes(self, name: str, node: fx.Node) -> bool:
@@ -145,7 +145,7 @@ class Printer:
         if dtype != torch.float32 and (dtype != torch.int64 or name != "sum"):
             raise Unprintable(f"{name} in {name_of(dtype)}")
         if dtype == torch.int64:
-            return self.value(f"tl.sum(tl.where(there, {values[source].to('i')}, 0), axis=0)", "i")
+            return self.value(f"tl.sum(tl.where(is_id, {values[source].to('i')}, 0), axis=0)", "i")
         other = values[node.args[1]].to("f") if place == 2 else ""  # type: ignore[index]
         return self.value(ALONG[name].format(x=values[source].to("f"), y=other), "f")
 

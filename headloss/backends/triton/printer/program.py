@@ -5,9 +5,9 @@ Dimension key:  C rows handed in   T terms
     row(facts, inputs, y, numbers, seeds, vocab) -> values, metrics, cotangents, input cotangents, pull coefficients
 
 The cotangents are summed over the terms and folded into the five coefficients of `facts.Pull`, for each temperature.
-With a teacher it takes `there` and `named` as well, and returns the coefficients of `teachers.DensePull` or
-`SparsePull` too.  Facts at the ids of a sparse teacher are padded blocks: `there` says which elements are ids, and
-`named` which of those name a column.
+With a teacher it takes `is_id` and `is_column` as well, and returns the coefficients of `teachers.DensePull` or
+`SparsePull` too.  Facts at the ids of a sparse teacher are padded blocks: `is_id` says which elements are ids, and
+`is_column` which of those name a column.
 The float literals of a loss are passed in, so that another clip range is traced anew but compiles nothing.
 """
 
@@ -176,7 +176,7 @@ class Page:
                 sums: dict[Any, str] = self.by_fact if isinstance(leaf, Fact) else self.by_input
                 text = self.printer.line(found[g].to("f"))
                 if isinstance(leaf, Fact) and leaf.name in WIDE:
-                    text = self.printer.line(f"tl.where(named, {text}, 0.0)")
+                    text = self.printer.line(f"tl.where(is_column, {text}, 0.0)")
                 sums[leaf] = self.printer.line(f"{sums[leaf]} + {text}") if leaf in sums else text
         for key, kind in trace.metrics.items():
             into = self.metrics_of(kind)
@@ -193,15 +193,15 @@ class Page:
             self.left_out[name] = f"reads {', '.join(read.unknown)}" if read.unknown else "segments"
             return
         self.printer.lifted = _number if read.floats else None
-        known: dict[str, Any] = {p.name: "targets" if p.kind == "targets" else p.fact or p.key for p in parameters}
-        given_shapes = [self.shapes[x] for x in known.values() if isinstance(x, str) and x in self.shapes]
+        asked: dict[str, Any] = {p.name: "targets" if p.kind == "targets" else p.fact or p.key for p in parameters}
+        given_shapes = [self.shapes[x] for x in asked.values() if isinstance(x, str) and x in self.shapes]
         taken = {d for shape in given_shapes for d in shape.rest} | {self.width}
         choices = unlike(taken)
         names: list[str] = []
         sizes = choices[:1]
 
         def values(*arguments: Tensor) -> tuple[Tensor, ...]:
-            found = call.fn(**dict(zip(known, arguments, strict=True)), **call.options)
+            found = call.fn(**dict(zip(asked, arguments, strict=True)), **call.options)
             check_metrics(name, found if isinstance(found, Mapping) else {name: found})
             found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
             names.extend(found)
@@ -212,7 +212,7 @@ class Page:
         def examples(choice: int, device: str) -> list[Tensor]:
             names.clear()
             sizes[:] = [choices[choice]]
-            return [self._example(x, choices[choice]) for x in known.values()]
+            return [self._example(x, choices[choice]) for x in asked.values()]
 
         try:
             with torch.no_grad(), unwatched():
@@ -223,24 +223,24 @@ class Page:
         if counts_rows(module):
             self.left_out[name] = "its Python code looks at the number of rows"
             return
-        if not all_our_code(call.fn) and not self._rehearsed(module, values, list(known.values()), sizes):
+        if not all_our_code(call.fn) and not self._trace_agrees(module, values, list(asked.values()), sizes):
             self.left_out[name] = "its trace does not do what it does itself"
             return
         del names[len(module.graph.output_node().args[0]) :]  # type: ignore[arg-type]
         graph = module.graph
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         given = {
-            n: self._fact(x) if isinstance(x, Fact) else x for n, x in zip(placeholders, known.values(), strict=True)
+            n: self._fact(x) if isinstance(x, Fact) else x for n, x in zip(placeholders, asked.values(), strict=True)
         }
         for key, node in zip(names, graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
             self._metric(key, graph, given, node, self.metrics)
 
-    def _rehearsed(self, module: Any, values: Any, known: Sequence[Any], sizes: list[int]) -> bool:
+    def _trace_agrees(self, module: Any, values: Any, asked: Sequence[Any], sizes: list[int]) -> bool:
         """See `trace_check.agrees`."""
         generator = torch.Generator("cpu").manual_seed(0)
         for R, _ in SIZES:
             sizes[:] = [R]
-            like = [self._example(what, R) for what in known]
+            like = [self._example(what, R) for what in asked]
             try:
                 with torch.no_grad(), unwatched():
                     if not agrees(module, values, [[drawn(x, x.shape, generator) for x in like]]):
@@ -277,9 +277,9 @@ class Page:
 
     def _print(self, graph: fx.Graph, given: Mapping[fx.Node, Any], outputs: Sequence[fx.Node]) -> dict[fx.Node, Value]:
         needed = reach(outputs)
-        known = {n: x if isinstance(x, Value) else self.argument(n, x) for n, x in given.items() if n in needed}
-        known = {n: Value(self.printer.line(x.text), x.kind) for n, x in known.items()}
-        found = self.printer.graph(graph, known, outputs)
+        arguments = {n: x if isinstance(x, Value) else self.argument(n, x) for n, x in given.items() if n in needed}
+        arguments = {n: Value(self.printer.line(x.text), x.kind) for n, x in arguments.items()}
+        found = self.printer.graph(graph, arguments, outputs)
         return {n: self._of_row(n, x) for n, x in found.items()} if self.width == 1 else found
 
     def _of_row(self, node: fx.Node, value: Value) -> Value:
@@ -287,7 +287,7 @@ class Page:
         if node.meta["val"].ndim != 1:
             return value
         kind = "i" if value.kind == "b" else value.kind
-        text = f"tl.sum(tl.where(there, {value.to(kind)}, {constant(0, kind)}), axis=0)"
+        text = f"tl.sum(tl.where(is_id, {value.to(kind)}, {constant(0, kind)}), axis=0)"
         return Value(self.printer.line(f"{text} != 0" if value.kind == "b" else text), value.kind)
 
     def argument(self, node: fx.Node, name: str) -> Value:
@@ -300,9 +300,9 @@ class Page:
             raise Unprintable(
                 f"an input of one value a {shape.kind}" if not shape.rest else "an input of several columns"
             )
-        return self.known_input(node, name)
+        return self.input_value(node, name)
 
-    def known_input(self, node: fx.Node, name: str) -> Value:
+    def input_value(self, node: fx.Node, name: str) -> Value:
         if name not in self.inputs:
             kind = kind_of(dtype_of(node))
             text = f"inputs[{len(self.inputs)}]"
@@ -320,7 +320,7 @@ class Page:
         if self.teacher is None:
             results.pop()
         else:
-            arguments += ["there", "named"]
+            arguments += ["is_id", "is_column"]
         return program._replace(source=function(ROW, arguments, self.printer.lines, nested(results)))
 
     def results(self, values: list[str]) -> tuple[list[list[str]], Program]:
