@@ -351,9 +351,9 @@ def test_few_rows_with_a_teacher_take_one_launch(loss, monkeypatch):
     monkeypatch.setattr(visit, "takes_one_launch", lambda C, V: False)
     logits, targets = torch.randn(5, 11), torch.arange(5)
     terms = {"ce": hl.losses.cross_entropy, "kd": hl.losses.LOSSES[loss]}
-    taught = hl.Objective(**terms, backend="triton").explain(hl.Logits(logits), targets, teacher=hl.Logits(logits))
+    distilled = hl.Objective(**terms, backend="triton").explain(hl.Logits(logits), targets, teacher=hl.Logits(logits))
     alone = hl.Objective(ce=hl.losses.cross_entropy, backend="triton").explain(hl.Logits(logits), targets)
-    assert taught.launches == "one launch a visit: the loss runs inside the sweep" != alone.launches
+    assert distilled.launches == "one launch a visit: the loss runs inside the sweep" != alone.launches
     assert "so few rows" in alone.launches
 
 

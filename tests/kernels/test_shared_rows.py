@@ -53,7 +53,7 @@ def test_a_mix(parts):
 def test_the_first_of_equal_columns(parts):
     batch = Batch(v=656)
     for row, columns in enumerate([(5, 6), (5, 300), (3, 9), (255, 256), (640, 655), (511, 512), (0, 655)]):
-        batch.logits[row, list(columns)] = batch.said[row, list(columns)] = 30.0
+        batch.logits[row, list(columns)] = batch.teacher_logits[row, list(columns)] = 30.0
         batch.targets[row] = columns[0]
     batch.targets[2] = -100
     found = both(batch, {"ce": cross_entropy, "kd": forward_kl}, metrics=["accuracy", agreement])
@@ -66,8 +66,12 @@ def test_columns_that_are_ruled_out(parts, name):
     """By either, in a part, in all of them but one, or in a whole row of the teacher's."""
     batch = Batch(v=664)
     batch.logits[0, :400], batch.logits[1, 300:], batch.logits[3, 250:260] = -math.inf, -math.inf, -math.inf
-    batch.said[4, 40:], batch.said[5, :600], batch.said[1, 290:310] = -math.inf, -math.inf, -math.inf
-    batch.logits[6, 600], batch.said[6, 10] = 9e3, 2e4
+    batch.teacher_logits[4, 40:], batch.teacher_logits[5, :600], batch.teacher_logits[1, 290:310] = (
+        -math.inf,
+        -math.inf,
+        -math.inf,
+    )
+    batch.logits[6, 600], batch.teacher_logits[6, 10] = 9e3, 2e4
     batch.targets[:2] = torch.tensor([500, 8])
     both(batch, {"kd": DIVERGENCES[name], "ce": cross_entropy})
     assert parts == [3]
@@ -76,7 +80,7 @@ def test_columns_that_are_ruled_out(parts, name):
 @inside
 def test_a_teacher_with_more_columns(parts):
     batch = Batch(v=672)
-    batch.said = torch.cat([batch.said, 2 * batch.said[:, :96]], 1)
+    batch.teacher_logits = torch.cat([batch.teacher_logits, 2 * batch.teacher_logits[:, :96]], 1)
     both(batch, {"kd": forward_kl, "j": jsd})
     assert parts == [3]
 
@@ -86,15 +90,15 @@ def test_rows_that_are_not_shared(parts):
     """Another dtype, rows that start elsewhere, a softcap; and where nothing is written."""
     batch = Batch(v=680)
     plain, wide = {"kd": reverse_kl}, torch.zeros(7, 681)
-    wide[:, 1:] = batch.said
+    wide[:, 1:] = batch.teacher_logits
     for teacher in (
-        hl.Logits(batch.said), hl.Logits(batch.said.double().bfloat16()), hl.Logits(wide[:, 1:]),
-        hl.Logits(batch.said, softcap=30.0),
+        hl.Logits(batch.teacher_logits), hl.Logits(batch.teacher_logits.double().bfloat16()), hl.Logits(wide[:, 1:]),
+        hl.Logits(batch.teacher_logits, softcap=30.0),
     ):  # fmt: skip
         objective = hl.Objective(**plain, backend="triton")
         objective(hl.Logits(batch.logits.clone().requires_grad_()), batch.targets, teacher=teacher).loss.backward()
     with torch.no_grad():
-        objective(hl.Logits(batch.logits), batch.targets, teacher=hl.Logits(batch.said))
+        objective(hl.Logits(batch.logits), batch.targets, teacher=hl.Logits(batch.teacher_logits))
     assert parts == [3, 0, 0, 0, 0]
 
 
