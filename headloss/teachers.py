@@ -32,7 +32,7 @@ The sweep itself finds the K likeliest columns of a row; the lower column wins a
     top_logprob (N, K)           log p there                        1[j = i_k] - p_j
     teacher_top_logprob (N, K)   a dense teacher's log q there      none: a constant of the student
 
-The tail has a maximum of its own, and its pull uses e^(s_j - tail lse): 1 - sum p would lose all digits in float32.
+The tail has its own maximum, and its pull uses e^(s_j - tail lse): 1 - sum p would lose all digits in float32.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def merge_teacher(parts: TeacherPartial, shift: Tensor, pairs: Pairs) -> Teacher
     for (S, X, St, Y, F, G), (T, Tt) in zip(parts.moments, pairs, strict=True):
         d, dt = (shift / T).clamp(min=FLOOR), (moved / Tt).clamp(min=FLOOR)
         k, kt = d.exp(), dt.exp()
-        d, dt = d.masked_fill(shift == -math.inf, 0.0), dt.masked_fill(moved == -math.inf, 0.0)  # F and G hold FLOOR
+        d, dt = d.masked_fill(shift == -math.inf, 0.0), dt.masked_fill(moved == -math.inf, 0.0)  # F and G have FLOOR
         moments.append(
             JointMoments(
                 S=(k * S).sum(0),

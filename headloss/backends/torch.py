@@ -152,12 +152,7 @@ def pull(
     V = raw_CV.shape[-1]
     column_C, here_C = (None, None) if target_C is None else places(target_C, start, V)
     parts: list[tuple[Any, ...]] = [
-        (
-            T,
-            i == len(pulls) - 1,
-            *_by_exponentials(k, log_sum, T),
-            k.y if k.y is None or here_C is None else k.y * here_C,
-        )
+        (T, i == len(pulls) - 1, *_of_exp(k, log_sum, T), k.y if k.y is None or here_C is None else k.y * here_C)
         for i, (T, log_sum, k) in enumerate(zip(temperatures, softmax.log_sums, pulls, strict=True))
         if any(x is not None for x in k)
     ]
@@ -259,7 +254,7 @@ def _compare_empty(comparisons: Sequence[Comparison], rows: slice, *tile: Any) -
             comparison.sums(rows, key, T, z_BV, z_BV, max_B.new_zeros(len(max_B)))
 
 
-def _by_exponentials(
+def _of_exp(
     k: Pull, log_sum: Tensor, T: Temperature
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """From coefficients of p = e^x / S, by s = z / T, to those of e^x, by z: divisions of vectors here save passes.

@@ -3,7 +3,7 @@
 Dimension key:  C rows handed in   B rows of a tile   V columns in hand   K ids
 
 On a CPU an exponential costs as much as ten passes over memory.  Until the second sweep the gradient's memory is free,
-or holds logits that nobody reads again, so it can hold one of these:
+or has logits that are not read again, so it can keep one of these:
 
     e      e^x at the last temperature, x = (z - max) / T: the student's pull is a multiple of it
     bent   e^x times the slope of a softcap, if the pull is a multiple of that everywhere but at the target

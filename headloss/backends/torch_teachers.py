@@ -104,7 +104,7 @@ class Comparison:
             out_BK = torch.zeros_like(ids_BK).masked_fill_(here_BK, -math.inf)
             x_BV.scatter_add_(-1, column_BK, out_BK)
             tail_B = x_BV.amax(-1)
-            unknown = isinstance(tail_B, FakeTensor)  # it has no numbers to decide by, and nobody reads its results
+            unknown = isinstance(tail_B, FakeTensor)  # it has no numbers, and its results are not used
             near = lambda: bool((divide(tail_B[:, None], self.only_T, rows) > -NEAR).all())
             if unknown or (self._once(column_BK, here_BK) and near()):
                 return {"tail_max": tail_B + max_B, "near": tail_B}

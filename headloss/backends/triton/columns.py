@@ -22,8 +22,8 @@ from headloss.backends.triton.kernels.records import TakeFlags
 from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.tiles import Transform, per_row, plain_temperature
 
-# Measured on an H200 with 61,000 entries of 4096; a BLOCK that leaves a warp without a row of its own takes ten times
-# as long, because sums then cross warps.
+# Measured on an H200 with 61,000 entries of 4096; with a BLOCK for which several warps share a row, it takes ten
+# times as long, because sums then cross warps.
 PROJECT = {"ENTRIES": 4, "BLOCK": 1024, "num_warps": 4}
 COMBINE = {"ENTRIES": 2, "BLOCK": 2048, "num_warps": 4}
 PLACES = {"BLOCK": 32, "num_warps": 1}

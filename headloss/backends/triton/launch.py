@@ -30,7 +30,7 @@ def by_identity(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     A program is a record of many strings and flags, and hashing it costs as much as half a launch.
     """
     by_value = functools.lru_cache(256)(fn)
-    cache: dict[int, tuple[Any, Any]] = {}  # holds the argument, so that no other object gets its id
+    cache: dict[int, tuple[Any, Any]] = {}  # keeps the argument alive, so that no other object gets its id
 
     @functools.wraps(fn)
     def call(x: Any) -> Any:

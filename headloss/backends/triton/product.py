@@ -83,7 +83,7 @@ class Read(NamedTuple):
     far: Tensor
 
     def without_hidden(self) -> Read:
-        """For rows whose gradient nobody will write: lets go of their hidden states."""
+        """The same without hidden states, for rows whose gradient is not needed."""
         return self._replace(rows=self.rows._replace(hidden=self.sums))
 
 
@@ -143,7 +143,7 @@ def gather(
     start: int = 0,
     ignore: bool,
 ) -> Gathered:
-    """`start`: the column of the vocabulary that is the first in hand.  If none is in hand, only places are known."""
+    """`start`: the first column in hand.  Without columns in hand, only the places of rows are computed."""
     (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
     target_C, high = None if target_C is None else target_C.contiguous(), -(-C // TILE.rows) * TILE.rows
     listed, live, x_CD = None, torch.empty(1, dtype=torch.int32, device=device), hidden_CD
@@ -152,7 +152,7 @@ def gather(
         launch_kernel(order_kernel, triton.cdiv(C, NUMBERED["B"]), target_C, listed, live, C, **NUMBERED, num_warps=8)
     targets = torch.empty(high, dtype=torch.int32, device=device)
     numbers = torch.empty(6, high, dtype=torch.float32, device=device).unbind()
-    has_target = target_C is not None  # even if no fact asks: the bits of the others must not depend on what is asked
+    has_target = target_C is not None  # even if no fact needs it: what is asked for must not change the bits of facts
     if not V:
         live = live if listed is not None else live.fill_(C)
         return Gathered(x_CD, listed, live, targets.fill_(-1), numbers, has_target)
@@ -258,7 +258,7 @@ def write(
     dweight_VD: Tensor | None,
     add: bool = False,
 ) -> None:
-    """The gradients, from the coefficients of each row of the chunk; `add`: to what `dweight_VD` holds.
+    """The gradients, from the coefficients of each row of the chunk; `add`: dW to `dweight_VD`.
 
     E is used up: its rows move or are overwritten.  Until `dhidden_CD` is written, it holds X times row factors.
     """
@@ -370,7 +370,7 @@ def chunk(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> Any:
-    """A tensor descriptor of tiles.  Triton checks each new one; one with a known layout copies the earlier one."""
+    """A tensor descriptor of tiles.  Triton checks each new one; another of the same layout is a copy of it."""
     fields = _checked(x.shape, x.stride(), x.dtype, x.data_ptr() & 15, rows, columns)
     if not fields:
         made = TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])

@@ -43,7 +43,7 @@ def read(
     """
     given, C, V = plain_temperature(temperature), len(hidden_CD), len(weight_VD)
     rows = product.gather(hidden_CD, weight_VD, target_C, given, scale=scale, start=start, ignore=ignore)
-    parts = rows.numbers[0].new_empty(_fields(want), 1, len(rows.targets))  # without columns nobody reads them
+    parts = rows.numbers[0].new_empty(_fields(want), 1, len(rows.targets))  # not read if there are no columns
     if V:
         parts = product.tile_sums(rows, weight_VD, want, start=start, store=store)
         product.merge(parts, rows.live, want, start // product.READ.columns)
@@ -62,7 +62,7 @@ def read(
 
 
 def across(read: Read, nodes_WkC: Tensor, want: Want, temperature: float | Tensor, vocab: int) -> Tensor:
-    """(F, C): the sums of each row over the columns of all ranks; the softmax in `read` becomes theirs too."""
+    """(F, C): the sums of each row over the columns of all ranks; the softmax in `read` is then over these too."""
     rows, totals = _joined(read.rows, nodes_WkC, want, vocab)
     given, C = plain_temperature(temperature), nodes_WkC.shape[2]
     return product.finish(rows, totals, want, given, rows=C, columns=vocab).sums

@@ -1,4 +1,4 @@
-"""The gradient of rows that were settled, from the numbers per row that settling left.
+"""The gradient of rows that were settled, from the numbers per row that settling returned.
 
 Dimension key:  C rows handed in   V columns in hand   F numbers per row
 """
@@ -30,7 +30,7 @@ def pull_settled(
     teacher_temperatures: Sequence[Sequence[Temperature]] = (),
     **how: Any,
 ) -> None:
-    """Write the gradient of these rows.  `softmax`: what was settled; only the pull of teachers reads it.
+    """Write the gradient of these rows.  `softmax`: of the settled rows; only the pull of teachers reads it.
 
     `how` as in `sweeps.pull_rows`, which serves if there are no teachers, or `teacher_pulls.pull`.
     """

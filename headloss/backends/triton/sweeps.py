@@ -5,7 +5,7 @@ Dimension key:  C rows handed in   V columns in hand   P parts a row is swept in
     sums   one launch, in which a program reads a part of a row, and one small launch that merges the parts
     pull   one launch, in which a program writes some columns of a row
 
-They read bf16, fp16 or float32 and compute in float32.  Teachers have kernels of their own, `teachers.py` and
+They read bf16, fp16 or float32 and compute in float32.  Teachers have other kernels, `teachers.py` and
 `teacher_pulls.py`.  Nothing is tuned at run time and nothing is atomic, so a call gives the same bits each time.  The
 number of parts per row depends on V alone, so a row's facts do not depend on the number of rows.  With `BATCH_INVARIANT
 = False` it depends on both, which is faster for a handful of rows.  How rows are laid out: `tiles.py`.
@@ -80,7 +80,7 @@ def sums_matrix(
     `recorded` receives what repeated calls need: see `cached_launches.py`.
     """
     C, V = raw_CV.shape
-    if C == 0 or V == 0 or not want.facts:  # nobody reads a maximum alone, and Triton 3.6 cannot compile it
+    if C == 0 or V == 0 or not want.facts:  # a maximum alone is never read, and Triton 3.6 cannot compile it
         check_dtype(raw_CV)
         return _identity(_sum_slots(want), want, raw_CV)
     raw, size, device = rows_of(raw_CV), raw_CV.element_size(), raw_CV.device

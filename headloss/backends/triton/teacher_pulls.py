@@ -102,7 +102,7 @@ def pull(
 ) -> None:
     """Write the gradient with respect to the raw logits into `out_CV`, which may be `raw_CV` itself.
 
-    `recorded` receives what later calls like this one need, and the numbers per row that the kernel reads: see
+    `recorded` receives what repeated calls need, and the numbers per row that the kernel reads: see
     `cached_launches.py`.
     """
     if 0 in raw_CV.shape:
@@ -204,7 +204,7 @@ def _write(
         STAGES=shape.stages, MAXIMA=True,
     )  # fmt: skip
     element, numbers_given = None, PullGiven(given, *how.numbers)
-    teacher_rows = [rows_of(readable(entry.chunk.raw_CV[:, :V])) for entry in dense]
+    rows_t = [rows_of(readable(entry.chunk.raw_CV[:, :V])) for entry in dense]
     if dense:
         every = [(t, i, k) for t, entry in enumerate(dense) for i, k in enumerate(entry.pulls)]
         others = [Transform(entry.chunk.scale, entry.chunk.softcap) for entry in dense]
@@ -222,7 +222,7 @@ def _write(
             COMPARED_PER_ROW=per_row(compared_given), TEACHER_PER_ROW=per_row(teacher_given),
             TEACHER_SCALED=tuple(x.flags()["SCALED"] for x in others),
             TEACHER_CAPPED=tuple(x.flags()["CAPPED"] for x in others),
-            TEACHER_VEC=tuple(vector_along(out, x) for x in teacher_rows),
+            TEACHER_VEC=tuple(vector_along(out, x) for x in rows_t),
         )  # fmt: skip
         options: tuple[float, ...] = ()
         if divergences:
@@ -230,11 +230,10 @@ def _write(
         numbers_given = numbers_given._replace(
             compared_temperatures=compared_given, teacher_temperatures=teacher_given, numbers=options,
             teacher_scales=tuple(x.numbers[0] for x in others), teacher_caps=tuple(x.numbers[1] for x in others),
-            teacher_strides=tuple(x.x_CV.stride(0) for x in teacher_rows),
-            teacher_leads=tuple(x.lead for x in teacher_rows),
+            teacher_strides=tuple(x.x_CV.stride(0) for x in rows_t), teacher_leads=tuple(x.lead for x in rows_t),
         )  # fmt: skip
     # stacked: a coefficient may be a stride-0 expand straight from a sum's backward
-    rows, each = torch.stack([x.to(torch.float32) for x in numbers]), tuple([x.x_CV for x in teacher_rows])
+    rows, each = torch.stack([x.to(torch.float32) for x in numbers]), tuple([x.x_CV for x in rows_t])
     parts = triton.cdiv(V + out.skew, shape.width)
     launch = launch_of(pull_kernel, ELEMENT=element, F=flags, num_warps=shape.warps)
     target_stride = 0 if target is None else target.stride(0)
@@ -246,12 +245,8 @@ def _write(
         numbers_given.teacher_strides, numbers_given.teacher_leads,
     )  # fmt: skip
     found = (launch, target is not None, key, C * parts, (numbers_given, C, V, parts, *places))
-    as_given = [
-        (raw, raw_CV),
-        (out, out_CV),
-        *((x, entry.chunk.raw_CV) for x, entry in zip(teacher_rows, dense, strict=True)),
-    ]
-    if recorded is not None and all(is_as_given(*pair) for pair in as_given):
+    pairs = [(raw, raw_CV), (out, out_CV), *((x, entry.chunk.raw_CV) for x, entry in zip(rows_t, dense, strict=True))]
+    if recorded is not None and all(is_as_given(*pair) for pair in pairs):
         recorded += [found, numbers]
     launch_pull(found, raw.x_CV, target, rows, out.x_CV, each)
 
@@ -265,8 +260,8 @@ def _at_ids(
     how: Transform,
     start: int,
 ) -> tuple[Tensor, Tensor]:
-    """The ids of all sparse teachers, and the complete gradient there in float32: the dense part of the pull at these
-    few columns, plus the ids' own part.  A column named twice gets the same value twice."""
+    """The ids of all sparse teachers, and the whole gradient there in float32: that of all columns, computed at these
+    few, plus that of ids alone.  A column named twice gets the same value twice."""
     ids_CK = torch.cat([entry.ids_CK for entry in sparse], -1).contiguous()
     C, K = ids_CK.shape
     column_CK, _ = places(ids_CK, start, raw_CV.shape[-1])

@@ -2,12 +2,12 @@
 
 Dimension key:  C rows handed in   V columns in hand   U columns shared with the teacher   K ids   P parts   F numbers
 
-    sums   the first dense teacher in the student's launch, every further teacher in a launch of its own
+    sums   the first dense teacher in the student's launch, every further teacher in a separate launch
     divergence_pass   one launch per teacher and temperature, if a divergence needs both softmaxes (`second_read.py`)
     pull   one launch for the student, the tails and all dense teachers (`teacher_pulls.py`); the gradient at the ids of
            sparse teachers is computed separately and stored last
 
-Columns that only some teachers have get a launch of their own.
+Columns that only some teachers have take a separate launch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def sums(
 ) -> Partial:
     """The student's partial and every teacher's.
 
-    `recorded` receives, for each dense teacher, what later calls like this one need, and its matrix of sums: see
+    `recorded` receives, for each dense teacher, what repeated calls need, and its matrix of sums: see
     `cached_launches.py`.
     """
     V, how = raw_CV.shape[1], Transform(scale, softcap)
@@ -104,10 +104,8 @@ def sums(
         elif isinstance(chunk, TopChunk):
             found[i] = top_partial(raw_CV, partial.max, chunk, how, start)
         elif i != first:
-            shared_CU = raw_CV[:, : chunk.columns]
-            other, dense = _pair_sums(
-                shared_CU, None, want, name, chunk, student, how, start, shape, recorded, alone=True
-            )
+            raw_CU = raw_CV[:, : chunk.columns]
+            other, dense = _pair_sums(raw_CU, None, want, name, chunk, student, how, start, shape, recorded, alone=True)
             shared_C = partial.max if chunk.columns == V else other.max
             found[i] = _rebased(dense, shared_C, partial.max, _pairs(want, name, chunk, student))
     return partial._replace(teachers=tuple(found[i] for i in range(len(teachers))))
@@ -118,7 +116,7 @@ def _pairs(want: Want, name: str, chunk: DenseChunk, student: dict[Any, Temperat
 
 
 def _rebased(dense: DensePartial, shared_C: Tensor, max_C: Tensor, pairs: list[Any]) -> TeacherPartial:
-    """Sums relative to the maximum of the shared columns, made relative to the student's own."""
+    """Sums relative to the maximum of the shared columns, made relative to that of all the student's columns."""
     if shared_C is max_C:
         return dense
     shift = torch.where(shared_C == -math.inf, -math.inf, shared_C - max_C)

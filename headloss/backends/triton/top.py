@@ -1,6 +1,6 @@
 """The likeliest columns of each row: one kernel finds them and a few more, another puts them in order.
 
-Dimension key:  C rows handed in   V columns in hand   K columns wanted   M room for those that are found   G groups
+Dimension key:  C rows handed in   V columns in hand   K columns wanted   M columns found, at most   G groups
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headloss.backends.triton.tiles import Transform, check_dtype, readable, row
 from headloss.facts import Fact, Want
 from headloss.teachers import DenseChunk, SparsePartial, TeacherTop, TopChunk, column
 
-BEYOND = 1 << 24  # a column beyond any vocabulary, which float32 still holds exactly
+BEYOND = 1 << 24  # a column beyond any vocabulary, which float32 represents exactly
 
 
 def top_partial(raw_CV: Tensor, max_C: Tensor, chunk: TopChunk, how: Transform, start: int) -> SparsePartial:

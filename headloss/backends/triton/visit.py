@@ -48,11 +48,10 @@ class Arguments(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How a row is swept.
-
-    `loads`: 16-byte vectors of a block, per lane.  `ahead`: load the next block while one is summed.  `registers`: the
-    most that a lane may have, so that more rows run at once.  `keep`: how many of the last whole blocks stay in
-    registers from the first sweep to the second.  `span`: how many blocks of a shared row a program has; 0: all.
+    """How a row is swept.  `loads`: 16-byte vectors of a block, per lane.  `ahead`: load the next block while one is
+    summed.  `registers`: the most that a lane may have, so that more rows run at once.  `keep`: how many of the last
+    whole blocks stay in registers from the first sweep to the second.  `span`: how many blocks of a shared row a
+    program has; 0: no row is shared.
     """
 
     warps: int
@@ -73,10 +72,9 @@ class Shape(NamedTuple):
         return self.span * self.block
 
 
-# By the bytes of a row: the first entry whose bound is not below them.  The second shape is for rows of which more is
-# summed than e^z, or that may start anywhere; both need registers.  Measured on an H200: `python
-# benchmarks/gpu_visit.py --configs`.  A long row has a multiprocessor to itself, with 64 registers per lane; of shorter
-# rows, two or three run at once.
+# By the bytes of a row: the first entry whose bound is not below them.  The second shape is for sums besides that of
+# e^z and for rows that start anywhere, which need registers.  Measured on an H200: `benchmarks/gpu_visit.py --configs`.
+# A long row has a multiprocessor to itself, with 64 registers per lane; of shorter ones, two or three run at once.
 KIB = 1024
 SHAPES = (
     (2 * KIB, Shape(2, 1), Shape(2, 1)),
@@ -95,9 +93,8 @@ FORWARD = (
     (128 * KIB, Shape(8, 4), Shape(4, 4)),
     (1 << 40, Shape(8, 4), Shape(8, 4, True)),
 )
-# Rows of which only e^z is summed, of more than the first number of bytes and at most the second, are shared by
-# programs that read their blocks once and keep them.  Several run at once on a multiprocessor, so that some load or
-# store while others wait for the rest of their row.
+# If only e^z is summed, programs share rows of more than the first number of bytes, up to the second, and read each
+# block once.  Several run at once on a multiprocessor: some load or store while others wait for the rest of their row.
 SHARED = (
     (160 * KIB, 224 * KIB, Shape(2, 16, registers=96, span=1)),
     (400 * KIB, 1 << 40, Shape(4, 16, registers=96, span=1)),
@@ -200,19 +197,18 @@ def visit(
         assert C >> 31 == 0 == vocab >> 31
         raw = rows_of(x)
         out = raw if y is x else rows_of(y)
-        teacher_rows = raw if z is x else rows_of(z)
+        rows_t = raw if z is x else rows_of(z)
         stride, out_stride = raw.x_CV.stride(0), out.x_CV.stride(0)
         # wide loads only if both rows have the same offset in a vector: the stores decide
         apart, lead_apart = stride - out_stride, raw.lead - out.lead
         together = raw.vector == out.vector and not apart % raw.vector and not lead_apart % raw.vector
         same = together and raw.line == out.line and not apart % raw.line and not lead_apart % raw.line
         uncut = raw.line == raw.vector and V % raw.vector == 0  # no vector belongs to two rows
-        pointers = (raw.x_CV, out.x_CV, target, teacher_rows.x_CV, teacher.ids, teacher.sorted_ids)
+        pointers = (raw.x_CV, out.x_CV, target, rows_t.x_CV, teacher.ids, teacher.sorted_ids)
         # all that a compiled kernel depends on, read once: see launch.py
         most = most_parts(x) if same and uncut and softcap is None else 0
-        if teacher.variant and (
-            teacher.variant[2] or not vector_along(raw, teacher_rows) == vector_along(out, teacher_rows) == raw.vector
-        ):
+        along = teacher.variant and (vector_along(raw, rows_t), vector_along(out, rows_t))
+        if along and (teacher.variant[2] or not along[0] == along[1] == raw.vector):
             most = 0
         size = V * x.itemsize
         shape = shape or shape_of(spec, size, out_CV is not None, raw.line > raw.vector, most)
@@ -221,23 +217,22 @@ def visit(
         assert parts <= most and not (parts and (out_CV is None or not shared_shapes(spec)))
         variant = Variant(
             shape, parts, x.dtype, y.dtype, raw.line, raw.vector, out.line,
-            out.vector, together, same, uncut, (stride >> 31, out_stride >> 31, teacher_rows.x_CV.stride(0) >> 31),
+            out.vector, together, same, uncut, (stride >> 31, out_stride >> 31, rows_t.x_CV.stride(0) >> 31),
             tuple([(raw.x_CV if p is None else p).data_ptr() & 15 == 0 for p in pointers]),
             None if target is None else target.dtype, ignore, out_CV is None, scale != 1.0, softcap is not None,
             specialization_of(given_T), specialization_of(inputs), specialization_of(bases), specialization_of(factors),
-            teacher.variant
-            and (*teacher.variant, z.dtype, vector_along(raw, teacher_rows), vector_along(out, teacher_rows)),
+            teacher.variant and (*teacher.variant, z.dtype, *along),
         )  # fmt: skip
         kernel = spec.variants.get(variant)
         if kernel is None:
             kernel = spec.variants[variant] = _launch_for(spec, variant)
         places = (
             V, stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start,
-            teacher_rows.x_CV.stride(0), teacher_rows.lead, program.width,
+            rows_t.x_CV.stride(0), rows_t.lead, program.width,
         )  # fmt: skip
-        if layout is not None and raw.x_CV is x and out.x_CV is y and teacher_rows.x_CV is z:
+        if layout is not None and raw.x_CV is x and out.x_CV is y and rows_t.x_CV is z:
             keep(spec.layouts, layout, (kernel, places), MOST_KNOWN)
-        x, y, z = raw.x_CV, out.x_CV, teacher_rows.x_CV
+        x, y, z = raw.x_CV, out.x_CV, rows_t.x_CV
     if recorded is not None:
         recorded += spec.layouts.get(layout, ())  # another thread may make room at any time
     given = Given(
@@ -350,31 +345,29 @@ def teacher_arguments(spec: VisitSpec, V: int, teacher: TeacherChunk) -> Teacher
     )  # fmt: skip
 
 
-def _launch_for(spec: VisitSpec, variant: Variant) -> Launch:
+def _launch_for(spec: VisitSpec, v: Variant) -> Launch:
     """The kernel with its constants, for this variant."""
-    shape, itemsize = variant.shape, variant.dtype.itemsize
-    kinds, scaled, capped, _, kind, along, out_along = variant.teacher or ((), False, False, (), variant.dtype, 1, 1)
+    shape, itemsize = v.shape, v.dtype.itemsize
+    kinds, scaled, capped, _, kind, along, out_along = v.teacher or ((), False, False, (), v.dtype, 1, 1)
     J = 16 // max(itemsize, kind.itemsize)
     paired = lambda dtype, vector: dtype == torch.bfloat16 and vector > 1 and J == 8 and _pairs()
     flags = Flags(
         **spec.flags,
-        TARGET=variant.target is not None, IGNORE=variant.ignore and variant.target is not None,
-        GRADIENT=not variant.forward,
-        PER_ROW=kinds_in(variant.temperatures, True), TEACHER_PER_ROW=kinds_in(kinds, True),
-        INPUT_ROWS=kinds_in(variant.inputs), BASE_KINDS=kinds_in(variant.bases), FACTOR_KINDS=kinds_in(variant.factors),
-        SCALED=variant.scaled, CAPPED=variant.capped, TEACHER_SCALED=scaled, TEACHER_CAPPED=capped,
-        LINE=variant.line, VEC=variant.vector, OUT_LINE=variant.out_line, OUT_VEC=variant.out_vector,
-        RAW_VEC=variant.vector if variant.together else 1, TEACHER_VEC=along, OUT_TEACHER_VEC=out_along,
-        SAME=variant.same, UNCUT=variant.uncut,
-        PAIRED=paired(variant.dtype, variant.vector), TEACHER_PAIRED=paired(kind, along),
+        TARGET=v.target is not None, IGNORE=v.ignore and v.target is not None,
+        GRADIENT=not v.forward, PER_ROW=kinds_in(v.temperatures, True), TEACHER_PER_ROW=kinds_in(kinds, True),
+        INPUT_ROWS=kinds_in(v.inputs), BASE_KINDS=kinds_in(v.bases), FACTOR_KINDS=kinds_in(v.factors),
+        SCALED=v.scaled, CAPPED=v.capped, TEACHER_SCALED=scaled, TEACHER_CAPPED=capped,
+        LINE=v.line, VEC=v.vector, OUT_LINE=v.out_line, OUT_VEC=v.out_vector,
+        RAW_VEC=v.vector if v.together else 1, TEACHER_VEC=along, OUT_TEACHER_VEC=out_along,
+        SAME=v.same, UNCUT=v.uncut, PAIRED=paired(v.dtype, v.vector), TEACHER_PAIRED=paired(kind, along),
         K=shape.loads, L=32 * shape.warps, J=J, AHEAD=shape.ahead,
-        KEEP=shape.keep if variant.same else 0,  # else a lane writes other columns than it reads
-        PARTS=variant.parts, PADDED=triton.next_power_of_2(max(variant.parts, 1)), SPAN=shape.span,
-        EXCHANGED=exchanged(spec, variant.parts),
+        KEEP=shape.keep if v.same else 0,  # else a lane writes other columns than it reads
+        PARTS=v.parts, PADDED=triton.next_power_of_2(max(v.parts, 1)), SPAN=shape.span,
+        EXCHANGED=exchanged(spec, v.parts),
     )  # fmt: skip
     program = spec.program
     functions = {"FN": program.function, "VALUES": program.values, "DIVERGENCE": spec.divergence}
-    limited = shape.registers and not variant.capped and torch.version.hip is None  # a softcap's tanh would spill
+    limited = shape.registers and not v.capped and torch.version.hip is None  # a softcap's tanh would spill
     most = {"maxnreg": shape.registers} if limited else {}
     return Launch(visit_kernel, {**functions, "F": flags, "num_warps": shape.warps, **most})
 

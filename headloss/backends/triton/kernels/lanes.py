@@ -14,7 +14,7 @@ from headloss.backends.triton.kernels.running_sums import greater, merge_lanes, 
 from headloss.backends.triton.kernels.shared_rows import exchange, highest_of
 
 NOWHERE = tl.constexpr(2147483647)
-BEYOND = tl.constexpr(16777216)  # no column of a row that is shared; up to here a float32 holds every integer
+BEYOND = tl.constexpr(16777216)  # no column, in a row that is shared; a float32 represents every integer up to here
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def sweep_pair(raw, teacher, skew, end, part, picked, c, ct, how, scratch, POLIC
         best = tl.min(columns, axis=0)
     if F.TEACHER_BEST:
         bestt = tl.min(columnst, axis=0)
-    if F.PARTS:  # what parts of a row found is merged like what lanes did
+    if F.PARTS:  # parts of a row are merged like lanes
         numbers = (top, topt) + one_lane(m, mt, top, topt, sums, c, ct, F)
         if F.PICK:
             numbers = numbers + (picked,)
@@ -102,5 +102,5 @@ def with_ids(tail, swept, top, z_k, c, F: tl.constexpr):
 
 @triton.jit
 def column_or_start(column, top, start):
-    """The lowest column that holds the maximum; the first column for a row of -inf."""
+    """The lowest column with the maximum; the first column for a row of -inf."""
     return (tl.where(top > LOWEST, column, 0) + start).to(tl.int64)

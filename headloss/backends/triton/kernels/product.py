@@ -29,7 +29,7 @@ def dot(x, y, acc):
 
 @triton.jit
 def whole_vectors(x):
-    """Tells the compiler that a width or a stride is whole vectors of 16 bytes, which `product.fits` has checked."""
+    """Tells the compiler that a width or a stride is a multiple of 16 bytes, which `product.fits` has checked."""
     return x // 8 * 8
 
 
@@ -37,7 +37,7 @@ def whole_vectors(x):
 def tile_of(t, tall, wide, GROUP: tl.constexpr):
     """The row and column of tile t, in groups of about GROUP rows of tiles, so that operands stay in the cache.
 
-    No group is a small rest.  Beyond the last tile, one that does not exist.
+    No group is a small rest.  Past the last tile, the result is a tile that does not exist.
     """
     groups = tl.where(tall <= GROUP + GROUP // 2, 1, tl.cdiv(tall, GROUP))
     size = tl.maximum(tl.cdiv(tall, groups), 1)

@@ -67,11 +67,10 @@ def some_of(begin, first, end, listed, a, b, e, c, y, B: tl.constexpr, F: tl.con
 
 @triton.jit(do_not_specialize_on_alignment=["listed", "count", "a", "b", "e", "c", "y"])
 def live_kernel(count, listed, a, b, e, c, y, at, BM: tl.constexpr, B: tl.constexpr, R: tl.constexpr, F: tl.constexpr):
-    """`counts`: rows with a gradient, rows of E to move, marked tiles.  The rows with a gradient are to be the front of
-    E:
+    """`counts`: rows with a gradient, rows of E to move, marked tiles.
 
-    those further back move into the gaps in front, from `sources` to `gaps`; `ranks` numbers them.  One program per B
-    places, which counts over all places by itself.
+    The rows with a gradient are to be the first of E: those further back move into gaps in front, from `sources` to
+    `gaps`; `ranks` numbers them.  One program per B places, which counts over all places itself.
     """
     live, own = tl.load(count), tl.program_id(0) * B
     if own == 0:
@@ -104,7 +103,7 @@ def live_kernel(count, listed, a, b, e, c, y, at, BM: tl.constexpr, B: tl.conste
 
 @triton.jit(do_not_specialize=["stride"])
 def move_kernel(e, counts, gaps, sources, stride, PROGRAMS: tl.constexpr, B: tl.constexpr):
-    """Moves whole rows, with the few columns of padding: whole vectors move five times as fast."""
+    """Moves whole rows with their few columns of padding: whole vectors move five times as fast."""
     stride = whole_vectors(stride)
     V = stride
     parts = tl.cdiv(V, B)
@@ -178,8 +177,7 @@ def factor_kernel(
 
 @triton.jit(do_not_specialize=["stride"])
 def bend_kernel(e, bends, counts, stride, PROGRAMS: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr):
-    """e becomes the gradient by the logit, p (a + b log p + e p), in the rows that have one; where e is 0, p log p is
-    0.
+    """E becomes the gradient by the logits, p (a + b log p + e p), in the rows that have one; if e is 0, p log p is 0.
 
     The largest e uses a log p from before e was rounded: if p is near 1, the gradient would be nothing but rounding.
     """
@@ -233,8 +231,8 @@ def scatter_kernel(
     keys, order, numbers, shares, hidden, out, rows, V, D, stride, out_stride,
     R: tl.constexpr, BD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out[key] += sum of share * hidden over the rows of that key: keys rise, and the first row of a run adds up the
-    run.
+    """out[key] += sum of share * hidden over the rows of that key: keys are sorted, and the first row of a run adds up
+    the run.
 
     Most runs are one row; frequent tokens have hundreds, so the rest of a run is taken R rows at a time.
     """

@@ -1,6 +1,6 @@
 """The argument records of the head's matrix products and of the kernels around them; see records.py.
 
-Separate arguments are sizes, pointers whose alignment Triton need not know, descriptors, and whatever may be None.
+Separate arguments are sizes, pointers whose alignment Triton need not know, descriptors, and those that may be None.
 """
 
 from __future__ import annotations

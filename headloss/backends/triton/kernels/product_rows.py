@@ -24,7 +24,7 @@ FAR = tl.constexpr(86.0)  # most powers of 2 between a row's reference and its m
 def order_kernel(target, rows, count, N, B: tl.constexpr, R: tl.constexpr):
     """List the rows whose target is not -100 and, from the end, the others.
 
-    One program per B rows, which counts the rows before its own by itself: a single program for all takes 16 us.
+    One program per B rows, which counts the rows before its own itself: a single program for all takes 16 us.
     """
     at, found = tl.program_id(0) * B, 0
     for first in range(0, at, R):

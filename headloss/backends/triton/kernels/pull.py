@@ -2,15 +2,15 @@
 """The pull: d(loss)/d(raw) from a handful of numbers per row.
 
     d(loss)/d(s_j) = p_j (a + b log p_j + e p_j) + c + y 1[j=y]        the student's own, summed over temperatures
-                   + t e^(s_j - tail lse)                              a sparse teacher's tail: an entry with a maximum
-                                                                       of its own; what it leaves at the ids is junk
+                   + t e^(s_j - tail lse)                              a sparse teacher's tail: an entry with its own
+                                                                       maximum; at the ids it is overwritten later
                    + p_j (a + b log p_j + c log q_j) + d q_j           each dense teacher's, where p and q are the
                    + g (f'_j - p_j sum f')                             softmaxes over the columns that both have
 
 with s = z / T.  `ELEMENT` is a printed function: from (log p, log q) at each temperature, and from numbers, it returns
 f and f' = df/d(log p) of each divergence; DIVERGENCES says at which temperature each is.
 
-A program writes WIDTH columns of one row; `rows` (F, N) holds what a row needs, in the order in which it is loaded
+A program writes WIDTH columns of one row; `rows` (F, N) has the numbers of a row, in the order in which they are loaded
 below.  Columns are counted from the boundary below the output's first element.  Vectors that lie entirely inside the
 row are stored whole; the row's ragged ends, fewer than VEC columns each, are stored separately, because the rest of
 their vectors belongs to other rows.
@@ -98,7 +98,7 @@ def gradient(raw, others, own, tops, pairs, divergences, given, ELEMENT: tl.cons
 
 @triton.jit
 def coefficient(rows, N, over, live, PRESENT: tl.constexpr):
-    """The next coefficient times `over`, or 0 if not PRESENT; whether any so far is not 0; and the next pointer."""
+    """The next coefficient times `over`, or 0 if not PRESENT; whether any so far is not 0; the pointer to the next."""
     k = 0.0
     if PRESENT:
         k = tl.load(rows) * over
@@ -215,7 +215,7 @@ def pull_kernel(
             if here:
                 picked = tl.load(raw + column)
                 tl.debug_barrier()  # every warp has read the target's logit before any may overwrite it
-        if not TEACHERS:  # early, to hide its latency behind the blocks; with several rows there are too few registers
+        if not TEACHERS:  # early, to hide its latency behind the blocks; with teachers there are too few registers
             x_ends = tl.load(raw + ragged, mask=ends, other=0.0)
         for block in tl.range(first, last, num_stages=STAGES):
             x = tl.load(raw + block * BLOCK + j, eviction_policy="evict_first")

@@ -40,7 +40,7 @@ class SettleAt(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a visit, or settling, is called with; tuples have an entry per temperature, input, term or literal."""
+    """The numbers of a visit, or of settling; tuples have an entry per temperature, input, term or literal."""
 
     temperatures: Any
     teacher_temperatures: Any
@@ -67,7 +67,7 @@ class PullAt(NamedTuple):
 
 
 class PullGiven(NamedTuple):
-    """What a pull is called with; `temperatures`: see `PullFlags`."""
+    """The numbers of a pull; `temperatures`: see `PullFlags`."""
 
     temperatures: Any
     scale: Any
@@ -147,9 +147,9 @@ class Flags(NamedTuple):
     RAW_VEC: Flag  # of the logits, counted from the output's boundary
     TEACHER_VEC: Flag
     OUT_TEACHER_VEC: Flag
-    SAME: Flag
-    UNCUT: Flag
-    PAIRED: Flag
+    SAME: Flag  # whether logits and gradient start on a line in the same columns
+    UNCUT: Flag  # whether no vector belongs to two rows
+    PAIRED: Flag  # whether two bfloat16 are read as one word
     TEACHER_PAIRED: Flag
     # how it is swept
     K: Flag
@@ -220,7 +220,7 @@ class PullFlags(NamedTuple):
     RAW_VEC: Flag
     BLOCK: Flag
     STAGES: Flag
-    MAXIMA: Flag = False  # whether each has a maximum of its own
+    MAXIMA: Flag = False  # whether each has its own maximum
     # of dense teachers: an entry per teacher and temperature at which it pulls
     TEACHER_OF: Flag = ()  # the index of the teacher
     TA: Flag = ()

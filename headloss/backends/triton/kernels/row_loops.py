@@ -6,15 +6,15 @@ Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in e
 A block is K x (L, J) columns.  Each lane keeps its own partial, so no warp waits for another inside a loop; the loads
 and exponentials of many warps overlap instead.  The row's last block, which is partial, is read before the loop and
 kept for the second sweep, and so are the KEEP blocks before it.  AHEAD: a block is loaded while the one before it is
-summed.  If programs share a row (PARTS), each takes block `part` for the last, and there are no others.  See logits.py
-for boundaries and sums.py and pull.py for the algebra.
+summed.  If programs share a row (PARTS), each has only block `part`, and treats it as the last.  See logits.py for
+boundaries and sums.py and pull.py for the algebra.
 """
 
 import triton
 import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import inner, logits, rim
-from headloss.backends.triton.kernels.packed_bf16 import LEAST, TWO_LEAST, anew, decode, finite, highest, take
+from headloss.backends.triton.kernels.packed_bf16 import LEAST, TWO_LEAST, decode, finite, highest, opaque, take
 from headloss.backends.triton.kernels.pull import slopes
 from headloss.backends.triton.kernels.running_sums import absorb, risen
 from headloss.backends.triton.kernels.sums import id_column
@@ -86,8 +86,8 @@ def within(at, n: tl.constexpr, low, high):
 
 @triton.jit
 def hide_ids(marks, low, high, ids, F: tl.constexpr):
-    """Mark the vectors that hold an id, in `marks`, which is all zeros: per lane a word for every 32 loads, a bit per
-    load.
+    """Mark the vectors that contain an id, in `marks`, which is all zeros: a word per lane for every 32 loads, a bit
+    per load.
 
     `ids`: a pointer to the row's ids, which are sorted; how many there are; and the offset from an id to its column.
     """
@@ -111,7 +111,7 @@ def load_marks(marks, word, block, F: tl.constexpr):
 
 @triton.jit
 def hidden(word, block, n: tl.constexpr, F: tl.constexpr):
-    """Which lanes' vectors of load `n` hold an id, (L, 1), by their words."""
+    """Which lanes' vectors of load `n` contain an id, (L, 1), by their words."""
     return ((word >> (block * F.K % 32 + n)) & 1)[:, None] != 0
 
 
@@ -119,7 +119,7 @@ def hidden(word, block, n: tl.constexpr, F: tl.constexpr):
 def around_ids(raw, low, high, ids, F: tl.constexpr):
     """The columns that share a vector with an id, as stored; which of them are not ids; and where they are.
 
-    A sweep without the ids leaves out their whole vectors: to look for each id's column would cost eight times as much.
+    A sweep without the ids leaves out their whole vectors: finding each id's column would cost eight times as much.
     """
     IDS: tl.constexpr = F.IDS
     J: tl.constexpr = F.J
@@ -142,8 +142,8 @@ def take_in(
     x, at, skew, end, m, best, block, sums, total, centre, c, how, word,
     MASKED: tl.constexpr, UNCUT: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """Add a stored block, from column `at` (L, J) on, to the lanes' partials; with TAIL, without the vectors that hold
-    ids, by the bits of `word` (L,).
+    """Add a stored block, from column `at` (L, J) on, to the lanes' partials; with TAIL, without the vectors that
+    contain ids, by the bits of `word` (L,).
 
     MASKED: some of its columns may not be in the row.  If no vector is cut (UNCUT), those were loaded as -inf.
     """
@@ -188,7 +188,7 @@ def search(
     words, block, holds, top, low, high, go, stop, how, SKEWED: tl.constexpr, UNCUT: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """For each lane that holds `top`, the first column in its `block` that has it, (L,); for others one beyond all
+    """For each lane that has `top`, the first column in its `block` with that value, (L,); for others one beyond all
     columns.
 
     Every lane of a row pays for every step of this, so it first finds the load, and then the column in that load alone.
@@ -267,7 +267,7 @@ def read(raw, skew, end, part, c, how, marks, ids, POLICY: tl.constexpr, F: tl.c
         first, last = part, part
     go = tl.multiple_of(skew // VEC * VEC, VEC)
     stop = tl.multiple_of((end + VEC - 1) // VEC * VEC, VEC)
-    # The last block is partial, so it cannot be part of the loop; loaded now, it has arrived when its turn comes.
+    # The last block is partial, so it is not part of the loop; loaded now, it has arrived by the time it is used.
     # Whole vectors, masked afterwards: a 16-byte vector with one element of the row is safe to read.
     tail = take(words, last * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)
     if AHEAD:
@@ -313,7 +313,7 @@ def read(raw, skew, end, part, c, how, marks, ids, POLICY: tl.constexpr, F: tl.c
     top = tl.max(m, axis=0)
     column = tl.zeros([L], tl.int32)
     if F.BEST:
-        # a lane that holds the maximum knows in which block it first saw it, and reads that block again
+        # a lane that has the maximum knows in which block it found it first, and reads that block again
         column = search(
             words, best, m == top, top, skew, end, go, stop, how,
             F.LINE > VEC, F.UNCUT, F.SCALED, F.CAPPED, PAIRED, F,
@@ -336,10 +336,10 @@ def emit(x, out, at, low, high, origin, c, k, how, MASKED: tl.constexpr, PAIRED:
 
 @triton.jit
 def kept_block(kept, n: tl.constexpr, K: tl.constexpr):
-    """Block `n` of those that were kept, to be decoded anew: decoded, it would take twice the registers."""
+    """Block `n` of those that were kept, to be decoded again: decoded, it would take twice the registers."""
     x = ()
     for i in tl.static_range(K):
-        x = x + (anew(kept[n * K + i]),)
+        x = x + (opaque(kept[n * K + i]),)
     return x
 
 

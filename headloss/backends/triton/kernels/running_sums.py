@@ -3,8 +3,8 @@
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load
 
-A lane measures x of the student and y of the teacher from the maxima that it has seen.  When new maxima move x and y by
-d and d', both 0 or below,
+In a lane, x of the student and y of the teacher are relative to its maxima so far.  When new maxima move x and y by d
+and d', both 0 or below,
 
     S = k S        X = k (X + d S)          Q = k^2 Q                      k = e^d, k' = e^d'
     St = k' St     Y = k' (Y + d' St)       F = k' (F + d (St - D))        D = k' D
@@ -79,7 +79,7 @@ def away(z, new, c, WHOLE: tl.constexpr):
 
 @triton.jit
 def risen(top, m, best, place, BEST: tl.constexpr):
-    """The lanes' maxima (L,), those of a block included, and where they were first seen."""
+    """The lanes' maxima (L,), those of a block included, and where they first occurred."""
     if BEST:
         best = tl.where(top > m, place, best)  # strictly above: a tie keeps the earlier one
     return tl.maximum(m, top), best
@@ -214,7 +214,7 @@ def used(sums, F: tl.constexpr):
 
 @triton.jit
 def placed(found, F: tl.constexpr):
-    """Nine sums per temperature again, 0 in place of those that are not wanted; and what came after them."""
+    """Nine sums per temperature again, 0 for those that are not wanted; and what follows them in `found`."""
     sums = ()
     for i in tl.static_range(len(F.WANT_X)):
         s, found = found[0], found[1:]
@@ -271,7 +271,7 @@ def greater(a, b, a_, b_):
 
 @triton.jit
 def one_lane(m, mt, top, topt, sums, c, ct, F: tl.constexpr):
-    """The wanted sums of all lanes, as one that has seen what all have, relative to the origins of `top` and `topt`."""
+    """The wanted sums of all lanes as those of one lane, relative to the origins of `top` and `topt`."""
     moved = ()
     for i in tl.static_range(len(c)):
         d, dt = fall(m, top, c[i], True), fall(mt, topt, ct[i], True)

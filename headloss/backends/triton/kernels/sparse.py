@@ -106,12 +106,12 @@ def gather_kernel(at, ids, values, out, inside, count, others, IDS: tl.constexpr
     tl.store(inside + row * count + k, found, mask=k < count)
 
 
-@triton.jit(do_not_specialize=["V", "stride", "apart", "start", "count"], do_not_specialize_on_alignment=["out"])
-def store_kernel(out, ids, values, V, stride, apart, start, count, IDS: tl.constexpr):
+@triton.jit(do_not_specialize=["V", "stride", "across", "start", "count"], do_not_specialize_on_alignment=["out"])
+def store_kernel(out, ids, values, V, stride, across, start, count, IDS: tl.constexpr):
     """Store values at the columns of a row that are ids; equal ids hold equal values, other shards' ids are skipped."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, IDS)
     column = tl.load(ids + row * count + k, mask=k < count, other=-1) - start
     here = (column >= 0) & (column < V)
     x = tl.load(values + row * count + k, mask=k < count, other=0.0)
-    tl.store(out + row * stride + column * apart, x.to(out.dtype.element_ty), mask=here)
+    tl.store(out + row * stride + column * across, x.to(out.dtype.element_ty), mask=here)

@@ -96,9 +96,8 @@ def visit_kernel(
         if F.PICK:
             picked = tl.load(raw_row + column, mask=has_target, other=0.0)
             if F.DENSE:
-                picked_t = tl.load(
-                    at.teacher + (row * teacher_stride + teacher_lead + column), mask=has_target, other=0.0
-                )
+                at_t = row * teacher_stride + teacher_lead + column
+                picked_t = tl.load(at.teacher + at_t, mask=has_target, other=0.0)
         is_id = tl.full([], 1, tl.int1)
         is_column, at_k, raw_k, z_k = is_id, 0, 0.0, 0.0
         if IDS:
@@ -106,9 +105,7 @@ def visit_kernel(
             id_k = tl.load(at.ids + row * count + k, mask=is_id, other=-1)
             at_k = (id_k - start).to(tl.int32)
             is_column = (id_k >= 0) & (at_k >= 0) & (at_k < V)
-            raw_k = tl.load(
-                raw_row + at_k, mask=is_column, other=0.0
-            )  # converted later: the sweep need not wait for it
+            raw_k = tl.load(raw_row + at_k, mask=is_column, other=0.0)  # made logits later: the sweep need not wait
 
         topt, bestt, teacher_sums, tail = tl.full([], LOWEST, tl.float32), tl.full([], NOWHERE, tl.int32), (), ()
         teacher = at.teacher
@@ -218,9 +215,8 @@ def visit_kernel(
                 F,
             )
             if F.PARTS:
-                divergences = sum_of_parts(
-                    exchange(scratch + (F.EXCHANGED - DIVERGENCE_SUMS * F.PARTS), part, divergences, F)
-                )
+                scratch += F.EXCHANGED - DIVERGENCE_SUMS * F.PARTS
+                divergences = sum_of_parts(exchange(scratch, part, divergences, F))
         facts = ()
         for i in tl.static_range(len(F.KINDS)):
             if F.DIVERGENCE_OF[i] >= 0:

@@ -1,13 +1,13 @@
 """Prints the table of facts: values by tracing `facts.finish`, coefficients by tracing `facts.coefficients`.
 
     facts(most, target, total, argmax, T, S, X, Q, vocab)        -> values, log_sums
-    with a teacher, also (teacher_argmax, St, Y, F, G, ids, tail_most, tails, beyond) -> values, log_sums, the teacher's
+    with a teacher, also (teacher_argmax, St, Y, F, G, ids, tail_most, tails, teacher_tails) -> also its log_sums
     between sweeps, with dense teachers, (teacher_argmax, joint, divergences) -> values, log_sums, log_S, log_St of each
 
 `teacher_tails`: see `facts.with_whole`; `joint`: the six sums per teacher and temperature of its comparison.
 
 Values are in the order of the Want.  A divergence's value comes from the second read: between sweeps it is passed in,
-else 0 stands for it.  No kernel and no other file of this backend knows the formula or the index of a fact.
+elsewhere it is 0 here.  No kernel and no other file of this backend knows the formula or the index of a fact.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Texts = list[str | None]
 
 
 class Given(NamedTuple):
-    """An argument of a traced function, and the text that stands for it in the printed one."""
+    """An argument of a traced function, and its text in the printed function."""
 
     text: str
     width: int = 0

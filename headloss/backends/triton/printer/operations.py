@@ -2,8 +2,8 @@
 
 A rule has a template for each kind of number that PyTorch computes the operation in, over the operation's own argument
 names.  `{self:p}` is the argument in that kind, `:f` as a float of its width, `:i` as an int64, `:b` as a bool, `:F` as
-a float tensor even where it is a number.  What is not stated here is not printed: an operation without a rule, a kind
-without a template, or an argument that the caller gave and the template does not read.
+a float tensor even where it is a number.  Nothing else is printed: no operation without a rule, no kind without a
+template, no argument that the caller gave and the template does not read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headloss.backends.triton.printer.operands import (
     name_of,
 )
 
-Arguments = Mapping[str, Any]  # Operand, or whatever else the operation was called with
+Arguments = Mapping[str, Any]  # an Operand, or another argument of the operation
 Template = str | Callable[[Arguments], str]
 
 

@@ -1,4 +1,4 @@
-"""Prints a graph of element-wise operations line by line; no text of a user's ever reaches the source."""
+"""Prints a graph of element-wise operations line by line; no text from a user ever reaches the source."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Printer:
         return Value(self.line(text), kind)
 
     def graph(self, graph: fx.Graph, given: dict[fx.Node, Value], outputs: Iterable[fx.Node]) -> dict[fx.Node, Value]:
-        """Print what these outputs need; `given` has the arguments, and other nodes whose values are known."""
+        """Print what these outputs need; `given` has the arguments, and other nodes that have values already."""
         shown = changed_under_another_name(graph, SAME)
         if shown:
             raise Unprintable(shown)
@@ -245,7 +245,7 @@ def operation(node: fx.Node) -> tuple[str, bool]:
 
 
 def reach(outputs: Sequence[fx.Node], known: Iterable[fx.Node] = ()) -> set[fx.Node]:
-    """The nodes that these outputs need, without going past those that are known."""
+    """The nodes that these outputs need, without going past those in `known`."""
     needed: set[fx.Node] = set()
     known, stack = set(known), list(outputs)
     while stack:

@@ -8,7 +8,7 @@ The cotangents are summed over the terms and folded into the five coefficients o
 With a teacher it takes `is_id` and `is_column` as well, and returns the coefficients of `teachers.DensePull` or
 `SparsePull` too.  Facts at the ids of a sparse teacher are padded blocks: `is_id` says which elements are ids, and
 `is_column` which of those name a column.
-The float literals of a loss are passed in, so that another clip range is traced anew but compiles nothing.
+The float literals of a loss are arguments too, so that another clip range is traced anew but compiles nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from headloss.trace.function_reads import all_our_code
 from headloss.trace.trace_check import SIZES, agrees, drawn
 
 MOST_IDS = 1024  # of a row, in the registers of one program
-ROW, SEGMENT = "row", "segment"  # what a printed function is one of, and how it is called
+ROW, SEGMENT = "row", "segment"  # what a printed function is of, and its name
 
 
 class Program(NamedTuple):
@@ -50,14 +50,14 @@ class Program(NamedTuple):
     metrics: tuple[str, ...]  # of rows: "term/metric" and the objective's own
     cotangents: tuple[Fact, ...]
     input_cotangents: tuple[str, ...]
-    present: tuple[tuple[bool, ...], ...]  # which of a, b, e, c, y there are, per temperature
+    present: tuple[tuple[bool, ...], ...]  # which of a, b, e, c, y are present, per temperature
     left_out: tuple[tuple[str, str], ...]  # metrics that are not printed, and the operation that forbids it
     width: int = 0  # ids that a sparse teacher names
-    # which of a, b, c, d (a dense teacher) or of ids, tail (a sparse one) there are, per temperature of the comparison;
-    # several teachers' one after the other
+    # which of a, b, c, d (a dense teacher) or of ids, tail (a sparse one) are present, for each teacher and temperature
+    # of its comparison
     teacher_pulls: tuple[tuple[bool, ...], ...] = ()
     divergences: tuple[Fact, ...] = ()  # the divergences that pull
-    by_segment: bool = False  # see `segments.py`; the fields below are those of such a program alone
+    by_segment: bool = False  # see `segments.py`; the fields below are only for such a program
     segment_metrics: tuple[str, ...] = ()
     of_segments: tuple[bool, ...] = ()  # per term, whether its values belong to segments
     input_kinds: tuple[str, ...] = ()  # per input: "row", "segment" or "scalar"
@@ -217,7 +217,7 @@ class Page:
         try:
             with torch.no_grad(), unwatched():
                 module = trace_any_size(values, examples, "cpu", all_our_code(call.fn))
-        except Exception as error:  # whatever a function raises under a tracer
+        except Exception as error:  # a function may raise anything under a tracer
             self.left_out[name] = f"{type(error).__name__}: {error}"[:120]
             return
         if counts_rows(module):
@@ -245,7 +245,7 @@ class Page:
                 with torch.no_grad(), unwatched():
                     if not agrees(module, values, [[drawn(x, x.shape, generator) for x in like]]):
                         return False
-            except Exception:  # whatever a function raises for numbers that it does not like
+            except Exception:  # a function may raise anything for numbers that it does not accept
                 return False
         return True
 
