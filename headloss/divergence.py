@@ -70,9 +70,9 @@ class Element:
         return hash(self._key)
 
     def __str__(self) -> str:
-        known = parameters_of(self.fn).values()
+        parameters = parameters_of(self.fn).values()
         options = ", ".join(
-            f"{p.name}={self.options.get(p.name, p.default)}" for p in known if p.kind is p.KEYWORD_ONLY
+            f"{p.name}={self.options.get(p.name, p.default)}" for p in parameters if p.kind is p.KEYWORD_ONLY
         )
         return f"{function_name(self.fn)}({options})"
 

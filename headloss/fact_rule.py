@@ -79,8 +79,8 @@ class _ByName:
         found = [given.get(name) for name in self.names]
         for name, x in zip(self.names, found):
             if x is None:
-                known = ", ".join(k for k, x in given.items() if x is not None)
-                raise TypeError(f"a rule of the table of facts asks for {name!r}; available are {known}")
+                available = ", ".join(k for k, x in given.items() if x is not None)
+                raise TypeError(f"a rule of the table of facts asks for {name!r}; available are {available}")
         return self.fn(*found)
 
 

@@ -230,7 +230,7 @@ SPARSE: dict[str, Rule] = {
     ),
     "topk_overlap": Rule(_overlap),
 }
-# From the same, and from their_at and their_log_sum.
+# From the same, and from teacher_at and teacher_log_sum.
 TOP: dict[str, Rule] = {
     "top_ids": Rule(lambda columns: columns.long(), moves=False, kept=True),
     "top_logprob": SPARSE["ids_logprob"],

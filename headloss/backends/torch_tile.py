@@ -78,10 +78,10 @@ class Tile:
 
     def places(self, chunk: SparseChunk, start: int) -> tuple[Tensor, Tensor]:
         """See `teachers.places`."""
-        known = self.workspace.places_by_teacher
-        if id(chunk) not in known:
-            known[id(chunk)] = chunk, places(chunk.ids_CK, start, self.raw_BV.shape[-1])
-        column_CK, here_CK = known[id(chunk)][1]
+        cached = self.workspace.places_by_teacher
+        if id(chunk) not in cached:
+            cached[id(chunk)] = chunk, places(chunk.ids_CK, start, self.raw_BV.shape[-1])
+        column_CK, here_CK = cached[id(chunk)][1]
         return column_CK[self.rows], here_CK[self.rows]
 
     def zeros(self) -> Tensor:

@@ -197,13 +197,14 @@ class Settles:
 
     def _read(self, raw_CV: Tensor, target_C: Tensor | None, chunks: list[DenseChunk]) -> tuple[Tensor, Repeat | None]:
         """What settling reads, and a function that computes it for other tensors."""
-        want, own, V, recorded, passed = self.program.want, self.temperatures, raw_CV.shape[1], list[Any](), list[Any]()
+        want, own, V = self.program.want, self.temperatures, raw_CV.shape[1]
+        recorded, second_reads = list[Any](), list[Any]()
         if not chunks:
             sums_FC = sweeps.sums_matrix(raw_CV, target_C, want, own, recorded=recorded, **self.how)
             return sums_FC, (lambda x, y, _: sweeps.launch_sums(recorded[0], x, y)) if recorded else None
         partial = teacher_sweeps.sums(raw_CV, target_C, want, own, teachers=chunks, recorded=recorded, **self.how)
         divergence_pass = lambda softmax: second_read.divergence_pass(
-            raw_CV, want, softmax, chunks, self._paired(), recorded=passed, **self.how
+            raw_CV, want, softmax, chunks, self._paired(), recorded=second_reads, **self.how
         )
         sums_FC = packed(partial, want, own, V, divergence_pass)
         if len(recorded) < len(chunks):
@@ -216,10 +217,10 @@ class Settles:
         def repeat(x: Tensor, y: Tensor | None, teachers: tuple[Tensor, ...]) -> Tensor:
             sums = [teacher_sweeps.launch_dense_sums(launch, x, y, z) for launch, z in zip(launches, teachers)]
             rows = [row for sums_FC in sums for row in sums_FC.unbind()]
-            if passed:
+            if second_reads:
                 _, softmax = finish(nest(places, rows.__getitem__, leaf=int), want, own, V, only_softmax=True)
-                for seen in passed:
-                    rows += second_read.launch_divergences(seen, x, teachers[seen[0]], softmax).unbind()
+                for second in second_reads:
+                    rows += second_read.launch_divergences(second, x, teachers[second[0]], softmax).unbind()
             return torch.stack(pick(rows))
 
         return sums_FC, repeat

@@ -171,8 +171,8 @@ def _everywhere(
     V = raw_CV.shape[1]
     cuts = sorted({0, V, *(entry.chunk.columns for entry in dense)})
     for low, high in itertools.pairwise(cuts):
-        mine = [entry.cut(low, high) for entry in dense if entry.chunk.columns >= high]
-        _write(raw_CV[:, low:high], target_C, out_CV[:, low:high], entries, mine, how, start + low, shape, recorded)
+        sharing = [entry.cut(low, high) for entry in dense if entry.chunk.columns >= high]
+        _write(raw_CV[:, low:high], target_C, out_CV[:, low:high], entries, sharing, how, start + low, shape, recorded)
 
 
 def _write(

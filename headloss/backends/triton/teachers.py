@@ -220,7 +220,7 @@ def launch_dense_sums(recorded: tuple[Any, ...], x: Tensor, target: Tensor | Non
 def _by_name(out_FC: Tensor, wanted: SweepFlags, entropy: Any, shared: Any) -> tuple[Partial, DensePartial]:
     """The kernels' numbers by name, in the order in which they are stored."""
     slots = iter(out_FC)
-    take = lambda there: next(slots) if there else None
+    take = lambda present: next(slots) if present else None
     best, at, total, columns = next(slots), take(wanted.TARGET), take(wanted.TOTAL), take(wanted.TOTAL)
     argmax, teacher_max, teacher_argmax = take(wanted.BEST), next(slots), take(wanted.TEACHER_BEST)
     moments, joint = [], []

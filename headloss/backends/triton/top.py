@@ -84,8 +84,8 @@ def _teacher_top(of: DenseChunk, column_CK: Tensor, fill: Sequence[int]) -> Teac
         max_C = torch.maximum(max_C, lse_C * T)
     origin_C1 = max_C.masked_fill(max_C == -math.inf, 0.0)[:, None]
     if of.tail:
-        lost_C, known = found.max - origin_C1[:, 0], zip(sums, of.tail, of.temperatures, strict=True)
-        sums = tuple(S * (lost_C / T).exp() + (lse_C - origin_C1[:, 0] / T).exp() for S, lse_C, T in known)
+        lost_C, tails = found.max - origin_C1[:, 0], zip(sums, of.tail, of.temperatures, strict=True)
+        sums = tuple(S * (lost_C / T).exp() + (lse_C - origin_C1[:, 0] / T).exp() for S, lse_C, T in tails)
     here_CK = column_CK < of.columns
     if of.columns:
         y_CK = how(raw_CU.gather(-1, column_CK.clamp(max=of.columns - 1))) - origin_C1

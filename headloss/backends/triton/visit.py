@@ -234,7 +234,7 @@ def visit(
             keep(spec.layouts, layout, (kernel, places), MOST_KNOWN)
         x, y, z = raw.x_CV, out.x_CV, rows_t.x_CV
     if recorded is not None:
-        recorded += spec.layouts.get(layout, ())  # another thread may make room at any time
+        recorded += spec.layouts.get(layout, ())  # another thread may drop it at any time
     given = Given(
         given_T, teacher.temperatures, inputs, bases, factors, program.numbers, spec.divergence_numbers, float(vocab),
         float(scale), 1.0 if softcap is None else float(softcap), teacher.scale, teacher.cap, teacher.tails,

@@ -6,7 +6,7 @@ Dimension key:  C rows of a chunk   V columns in hand   D hidden size   BM, BN, 
     read     t = multiplier * X W^T, in units of log 2.  Each tile stores sums of its rows, without the target and
              relative to its own maximum; if asked, also e = 2^(t - reference) in bf16
     hidden   dX = factor * (E W) + share * W[target] + constant * sum_j W_j
-    weight   dW = E^T X' (+ what was there) + sum_n constant_n X_n, where X' are the rows of X times their factors
+    weight   dW = E^T X' (+ what `out` has) + sum_n constant_n X_n, where X' are the rows of X times their factors
 
 Persistent programs over tiles of one size: a tile's values do not depend on which program computes it, on the rows in
 other tiles, nor on how many there are.  The number of rows that count is read on the device.

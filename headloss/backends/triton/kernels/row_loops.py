@@ -205,13 +205,13 @@ def search(
     load = tl.zeros([L], tl.int32)
     for n in tl.static_range(K - 1, -1, -1):  # backwards, so that the first one stays
         here = at + n * (L * J // W)
-        there = holds[:, None] & (here < stop // W)
+        mask = holds[:, None] & (here < stop // W)
         if SKEWED:
-            there = there & (here >= go // W)
+            mask = mask & (here >= go // W)
         if PAIRED:
-            x = tl.load(words + here, mask=there, other=TWO_LEAST)
+            x = tl.load(words + here, mask=mask, other=TWO_LEAST)
         else:
-            x = tl.load(words + here, mask=there, other=-float("inf"))
+            x = tl.load(words + here, mask=mask, other=-float("inf"))
         if WORDS:
             hit = highest((x,)) == top
         else:

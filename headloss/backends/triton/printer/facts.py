@@ -164,7 +164,7 @@ def chain_rule(
     own = {f: Given(printer.line(value(f)), wide(f)) for f in cotangents if f.name in VALUED}
 
     def pulls(at: Mapping[str, Tensor]) -> list[list[Tensor | None]]:
-        grads, facts = ({f: at[x.text] for f, x in known.items()} for known in (given, own))
+        grads, facts = ({f: at[x.text] for f, x in named.items()} for named in (given, own))
         found = [list(k) for k in coefficients(facts, grads, want, at["vocab"])]  # type: ignore[arg-type]
         for name in want.teachers:
             asked = [f for f in want.facts if f.teacher == name]

@@ -73,10 +73,10 @@ def written(name: str, arguments: Arguments, given: Collection[str], dtype: torc
         raise Unprintable(f"{name} in {name_of(work)}")
     for x in operands.values():
         x.common = common
-    template, seen = rule.templates[common], _Read(arguments)
-    text = template.format_map(seen) if isinstance(template, str) else template(seen)
+    template, read = rule.templates[common], _Read(arguments)
+    text = template.format_map(read) if isinstance(template, str) else template(read)
     for key in given:
-        if key not in seen.read and key not in rule.only and key not in rule.unread:
+        if key not in read.read and key not in rule.only and key not in rule.unread:
             raise Unprintable(f"{name} with {key}")
     return text, common if rule.result == "p" else kind_of(work) if rule.result == "f" else "b"
 

@@ -120,10 +120,10 @@ class Printer:
         """Whether a reshape leaves rows where they are: (R,) to (R, 1) and back, (R, 1) to (R, K)."""
         if not self.width:
             return False
-        here, there = _sizes(node.args[0]), _sizes(node)
+        before, after = _sizes(node.args[0]), _sizes(node)
         self._fits(name, node)
         moved = name == "expand" or node.args[1:2] in ((1,), (-1,))
-        return moved and here[:1] == there[:1] and (name != "expand" or len(here) == len(there))
+        return moved and before[:1] == after[:1] and (name != "expand" or len(before) == len(after))
 
     def _fits(self, name: str, node: fx.Node) -> None:
         sizes = _sizes(node)
@@ -155,7 +155,7 @@ class Printer:
         dtype = dtype_of(node)
         if dtype not in DTYPES:
             raise Unprintable(f"{name} in {name_of(dtype)}")
-        mine = kind_of(dtype)
+        own = kind_of(dtype)
         arguments = self._bound(node, values, name)
         if name in RULES:
             text, kind = written(name, arguments, _given(node), dtype)
@@ -165,7 +165,7 @@ class Printer:
             filled: Any = arguments.get(fill) if isinstance(fill, str) else Operand.of(fill)
             if not isinstance(filled, Operand) or filled.number is None:
                 raise Unprintable(f"{name} of a size")
-            text, kind = (filled.text, "f") if filled.text else (constant(filled.number, mine), mine)
+            text, kind = (filled.text, "f") if filled.text else (constant(filled.number, own), own)
         elif name in COPIES:
             check_shown(name, _given(node))
             source = arguments["self"]
@@ -174,8 +174,8 @@ class Printer:
                 return self.value(text, kind)
         else:
             raise Unprintable(name)
-        text = cast(f"({text})" if kind != mine and not text.isidentifier() else text, kind, mine)
-        return self.value(narrowed(text, dtype), mine)
+        text = cast(f"({text})" if kind != own and not text.isidentifier() else text, kind, own)
+        return self.value(narrowed(text, dtype), own)
 
     def _bound(self, node: fx.Node, values: dict[fx.Node, Any], name: str) -> dict[str, Any]:
         """The operation's arguments by name, with its defaults."""
@@ -244,13 +244,13 @@ def operation(node: fx.Node) -> tuple[str, bool]:
     return name.strip("_") if name.startswith("__") else name, False
 
 
-def reach(outputs: Sequence[fx.Node], known: Iterable[fx.Node] = ()) -> set[fx.Node]:
-    """The nodes that these outputs need, without going past those in `known`."""
+def reach(outputs: Sequence[fx.Node], given: Iterable[fx.Node] = ()) -> set[fx.Node]:
+    """The nodes that these outputs need, without going past those in `given`."""
     needed: set[fx.Node] = set()
-    known, stack = set(known), list(outputs)
+    given, stack = set(given), list(outputs)
     while stack:
         node = stack.pop()
-        if node in needed or node in known:
+        if node in needed or node in given:
             continue
         needed.add(node)
         stack += node.all_input_nodes
