@@ -335,8 +335,8 @@ def measure(shape: tuple[int, int, int], limit: float, rounds: int, alone: bool)
     found["of three products"] = compare(three, steps)
     facts = compare(one, {"one product": one, "log-probability and entropy": lambda: facts_step(case)})
     found["of one product"] = facts["log-probability and entropy"]
-    taught = compare(four, {"four products": four, "forward KL to another head": kl})
-    found["forward KL, of four products"] = taught["forward KL to another head"]
+    distilled = compare(four, {"four products": four, "forward KL to another head": kl})
+    found["forward KL, of four products"] = distilled["forward KL to another head"]
     found["half ignored, of all"] = one_to(step, some)
     found["half without advantage, of all"] = one_to(rewarded, without)
     found["with z, policy, entropy and accuracy, of cross-entropy"] = one_to(step, together)

@@ -91,7 +91,7 @@ def plain_sparse(
 
 
 def compared(
-    name: str, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, make: Callable[[], Any], taught: Any
+    name: str, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, make: Callable[[], Any], teacher: Any
 ) -> Iterator[str]:
     """Loss and gradient in one launch and in two, against float64: at most twice eager's error in the same dtype."""
     found = []
@@ -103,7 +103,7 @@ def compared(
     for how in ("one", "two"):
         with launches(how):
             objective = make()
-            ours, again = (_loss_and_gradient(objective, x, taught) for _ in range(2))
+            ours, again = (_loss_and_gradient(objective, x, teacher) for _ in range(2))
         for what, mine, truth, eager in zip(("loss", "gradient"), ours, *found, strict=True):
             if what == "loss":
                 truth, eager = truth.sum(), eager.sum()
@@ -115,9 +115,9 @@ def compared(
             yield f"{name}, {how}: not the same bits twice"
 
 
-def _loss_and_gradient(objective: Any, x: torch.Tensor, taught: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _loss_and_gradient(objective: Any, x: torch.Tensor, teacher: Any) -> tuple[torch.Tensor, torch.Tensor]:
     leaf = (x.detach().clone() if x.is_contiguous() else x.detach()).requires_grad_()
-    out = objective(hl.Logits(leaf), teacher=taught)
+    out = objective(hl.Logits(leaf), teacher=teacher)
     return out.terms["kd"], torch.autograd.grad(out.loss, leaf)[0]
 
 
@@ -142,8 +142,8 @@ def check(few: bool = False) -> list[str]:
                 wrong += compared(name, run, x, term(fn, options), hl.Logits(u))
                 for tail in ("bucket", "none", "renormalise"):
                     run = lambda z, fn=fn, o=options, i=ids, q=logprobs, t=tail: plain_sparse(fn, o, z, i, q, t)
-                    taught = hl.Sparse(ids, logprobs)
-                    wrong += compared(f"{name} {tail}", run, x, term(fn, options, tail=tail), taught)
+                    teacher = hl.Sparse(ids, logprobs)
+                    wrong += compared(f"{name} {tail}", run, x, term(fn, options, tail=tail), teacher)
         wide, other = draw(9, 4000, dtype), draw(9, 4100, dtype)
         for fn, options in DIVERGENCES:  # other widths, offsets, temperature, and a teacher of another dtype
             kind = torch.float32 if dtype != torch.float32 else torch.bfloat16
@@ -182,11 +182,11 @@ def check_mix(dtype: torch.dtype) -> list[str]:
     }  # fmt: skip
     wrong = []
     for what, terms in (("mix", {**dense, **sparse}), ("dense teachers", dense)):
-        taught, found = {t: named[t] for t in ("abc" if terms is not dense else "ab")}, {}
+        teacher, found = {t: named[t] for t in ("abc" if terms is not dense else "ab")}, {}
         for backend in ("torch", "triton"):
             objective = hl.Objective(**terms, metrics=["entropy", "accuracy"], backend=backend)
             leaf = x.detach().clone().to(torch.float64 if backend == "torch" else dtype).requires_grad_()
-            out = objective(hl.Logits(leaf, softcap=15.0, scale=0.9), targets, teacher=taught)
+            out = objective(hl.Logits(leaf, softcap=15.0, scale=0.9), targets, teacher=teacher)
             out.loss.backward()
             found[backend] = (out.loss.detach(), leaf.grad)
         scale = float(found["torch"][1].abs().max())
@@ -290,12 +290,12 @@ def table() -> list[dict[str, Any]]:
     return lines
 
 
-def _whole(p: Problem, call: Any, taught: Any = None) -> float:
+def _whole(p: Problem, call: Any, teacher: Any = None) -> float:
     leaf = p.x.detach().requires_grad_()
 
     def run() -> None:
         leaf.grad = None
-        out = call(hl.Logits(leaf), teacher=taught) if isinstance(call, hl.Objective) else call(leaf, p.u)
+        out = call(hl.Logits(leaf), teacher=teacher) if isinstance(call, hl.Objective) else call(leaf, p.u)
         (out.loss if isinstance(call, hl.Objective) else out).backward()
 
     return timed(run, repeats=7)

@@ -152,8 +152,8 @@ def draft(N: int, V: int, U: int, D: int) -> dict[str, Any]:
         say(f"draft, {name}: loss, dhidden, dweight {errors}, eager {theirs}")
         check(f"draft, {name}", all(a < 1.1 * b + 1e-3 for a, b in zip(errors, theirs, strict=True)))
         step = stepped(objective, hidden, weight, hl.Linear(guide, other), vocab_ids=ids)
-        taught = (N, D, U if tail == "renormalise" else V)
-        floor = products(taught, (N, D, U), (N, U, D), (U, N, D))
+        teacher_head = (N, D, U if tail == "renormalise" else V)
+        floor = products(teacher_head, (N, D, U), (N, U, D), (U, N, D))
         times: dict[str, Any] = turns({"call_ms": step, "products_ms": floor}, ROUNDS, queued=AHEAD)
         times |= {"ratio": times["call_ms"] / times["products_ms"], "wall_ms": wall(step, 10)}
         found[name] = times | {"beyond_bytes": peak(step)}

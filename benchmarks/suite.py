@@ -66,8 +66,12 @@ class Batch(NamedTuple):
 
     def leaves(self, dtype: torch.dtype | None = None) -> Batch:
         hidden, weight = (x.detach().to(dtype or x.dtype).requires_grad_() for x in (self.hidden, self.weight))
-        taught = [None if x is None else x.to(dtype or x.dtype) for x in (self.teacher_hidden, self.teacher_weight)]
-        return self._replace(hidden=hidden, weight=weight, teacher_hidden=taught[0], teacher_weight=taught[1])
+        teacher_head = [
+            None if x is None else x.to(dtype or x.dtype) for x in (self.teacher_hidden, self.teacher_weight)
+        ]
+        return self._replace(
+            hidden=hidden, weight=weight, teacher_hidden=teacher_head[0], teacher_weight=teacher_head[1]
+        )
 
 
 def batch(N: int, V: int, D: int, ignored: float, teacher: bool, device: str, dtype: torch.dtype) -> Batch:
@@ -79,8 +83,8 @@ def batch(N: int, V: int, D: int, ignored: float, teacher: bool, device: str, dt
     targets[place < ignored * (N // DOCUMENTS)] = -100  # the prompt of every document
     old = hl.row_facts(hl.Linear(hidden, weight, memory=MEMORY), targets, ("logprob",)).logprob + 0.1 * draw(N)
     advantage = draw(DOCUMENTS).repeat_interleave(N // DOCUMENTS)
-    taught = (draw(N, D).to(dtype), (draw(V, D) * 3 / D**0.5).to(dtype)) if teacher else (None, None)
-    return Batch(hidden, weight, targets, old, advantage, *taught)
+    teacher_head = (draw(N, D).to(dtype), (draw(V, D) * 3 / D**0.5).to(dtype)) if teacher else (None, None)
+    return Batch(hidden, weight, targets, old, advantage, *teacher_head)
 
 
 Way = Callable[[Batch], Tensor]  # to the loss
@@ -344,15 +348,15 @@ def floor(b: Batch) -> Callable[[], Any]:
     """The GEMMs of the rows that count, and the teacher's, at the width that cuBLAS is fastest at."""
     wide = lambda w: F.pad(w.detach(), (0, 0, 0, -len(w) % 64))  # an odd vocabulary costs it five times as much
     h, w = b.hidden.detach()[b.targets != -100], wide(b.weight)
-    taught = None if b.teacher_weight is None else wide(b.teacher_weight)
+    teacher_head = None if b.teacher_weight is None else wide(b.teacher_weight)
     z, dh, dw = h.new_empty(len(h), len(w)), torch.empty_like(h), torch.empty_like(w)
 
     def gemms() -> None:
         torch.mm(h, w.t(), out=z)
         torch.mm(z, w, out=dh)
         torch.mm(z.t(), h, out=dw)
-        if b.teacher_hidden is not None and taught is not None:
-            torch.mm(b.teacher_hidden, taught.t(), out=z)
+        if b.teacher_hidden is not None and teacher_head is not None:
+            torch.mm(b.teacher_hidden, teacher_head.t(), out=z)
 
     return gemms
 

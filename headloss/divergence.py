@@ -53,14 +53,14 @@ MANY = 1 << 15  # rows, and columns, that a user's function is tried on
 
 
 class Element:
-    """A divergence with its options, as a sweep runs it; equal to any that has the same function and reads the same."""
+    """A divergence with its options, as a sweep runs it; equal if it has the same function and reads the same."""
 
     def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any], pure: bool = False) -> None:
         self.fn, self.options, self.pure = fn, dict(options), pure
         self._key = (Same(fn), self.reads().key)
 
     def reads(self) -> Reads:
-        """What the function reads now, apart from log p and log q."""
+        """What the function reads now besides log p and log q."""
         return reads(self.fn, self.options, pure=self.pure)
 
     def __eq__(self, other: object) -> bool:
@@ -70,9 +70,9 @@ class Element:
         return hash(self._key)
 
     def __str__(self) -> str:
-        known = parameters_of(self.fn).values()
+        parameters = parameters_of(self.fn).values()
         options = ", ".join(
-            f"{p.name}={self.options.get(p.name, p.default)}" for p in known if p.kind is p.KEYWORD_ONLY
+            f"{p.name}={self.options.get(p.name, p.default)}" for p in parameters if p.kind is p.KEYWORD_ONLY
         )
         return f"{function_name(self.fn)}({options})"
 
@@ -85,7 +85,7 @@ class Element:
         return value
 
     def check_again(self, first: bool = False) -> None:
-        """`check`, unless a function that reads the same has passed before: what it reads may have changed since.
+        """`check`, unless a function that reads the same values has passed: what it reads may have changed since.
 
         `first`: a term is being made of it, so it is checked even if it is ours or `pure`.
         """
@@ -104,7 +104,7 @@ class Element:
         `of_many`: also try as many rows and columns as a chunk may have.
         """
         spread = torch.arange(70, dtype=torch.float64, device="cpu").view(14, 5)
-        height = torch.where(spread < 45, 20.0, 1.0)  # nine rows with columns that are all but ruled out, five without
+        height = torch.where(spread < 45, 20.0, 1.0)  # nine rows have columns of probability near 0, five have none
         logp, logq = (height * (spread * k).sin() for k in (1.3, 2.1))
         logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)
         try:
@@ -122,7 +122,7 @@ class Element:
             )
 
     def captured(self, device: torch.device) -> str:
-        """Whatever the function reads, apart from log p and log q, that requires grad; in words."""
+        """In words, what the function reads besides log p and log q that requires grad; empty if nothing."""
         if ours(self.fn) or not (self.pure or self.reads().unknown):
             return ""
         with torch.enable_grad():
@@ -188,7 +188,7 @@ class Element:
 
 
 _STEPS: dict[Any, tuple[InPlace | None]] = {}
-_CHECKED: dict[Any, None] = {}  # by what a function reads, so that one made anew in every step is checked once
+_CHECKED: dict[Any, None] = {}  # by what a function reads, so that one defined anew in every step is checked once
 _MOST_KEPT = 256
 
 
@@ -216,12 +216,12 @@ def _made_once(make: Callable[..., Any], fn: Callable[..., Any], *how: str) -> C
 
 def _over_ids(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
     def ids(ids_logprob, teacher_ids, teacher_logprob, **options):  # type: ignore[no-untyped-def]
-        held = teacher_ids >= 0
-        logp = torch.where(held, ids_logprob, 0.0).clamp(min=FLOOR)
-        logq = torch.where(held, teacher_logprob, 0.0).clamp(min=FLOOR)
-        value = torch.where(held, fn(logp, logq, **options), 0.0).sum(-1)
-        mass = torch.where(held, logq.exp(), 0.0).sum(-1)
-        student = torch.where(held, logp.exp(), 0.0).sum(-1)
+        is_id = teacher_ids >= 0
+        logp = torch.where(is_id, ids_logprob, 0.0).clamp(min=FLOOR)
+        logq = torch.where(is_id, teacher_logprob, 0.0).clamp(min=FLOOR)
+        value = torch.where(is_id, fn(logp, logq, **options), 0.0).sum(-1)
+        mass = torch.where(is_id, logq.exp(), 0.0).sum(-1)
+        student = torch.where(is_id, logp.exp(), 0.0).sum(-1)
         return value, {"student_mass": student, "teacher_mass": mass}
 
     def bucket(ids_logprob, tail_logprob, teacher_ids, teacher_logprob, **options):  # type: ignore[no-untyped-def]
@@ -237,21 +237,21 @@ def _over_ids(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
 
 def _over_ids_alone(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
     def loss(ids_logit, teacher_ids, teacher_logprob, **options):  # type: ignore[no-untyped-def]
-        held = teacher_ids >= 0
-        s = torch.where(held, ids_logit, -math.inf)
+        is_id = teacher_ids >= 0
+        s = torch.where(is_id, ids_logit, -math.inf)
         most = s.logsumexp(-1, keepdim=True).detach()
         s = (s - most.masked_fill(most == -math.inf, 0.0)).clamp(min=FLOOR)  # relative to the largest
-        logp = torch.where(held, s, FLOOR).log_softmax(-1)
+        logp = torch.where(is_id, s, FLOOR).log_softmax(-1)
         mass = teacher_logprob.logsumexp(-1, keepdim=True)
         logq = (teacher_logprob - mass.masked_fill(mass == -math.inf, 0.0)).clamp(min=FLOOR)
-        logp, logq = torch.where(held, logp, 0.0), torch.where(held, logq, 0.0)  # so that no padding has a slope of NaN
-        return torch.where(held, fn(logp, logq, **options), 0.0).sum(-1)
+        logp, logq = torch.where(is_id, logp, 0.0), torch.where(is_id, logq, 0.0)  # else padding has a slope of NaN
+        return torch.where(is_id, fn(logp, logq, **options), 0.0).sum(-1)
 
     return loss
 
 
 def top_loss(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
-    """The same divergence as a loss on the student's likeliest columns, at which a dense teacher is read too."""
+    """The same divergence as a loss on the student's likeliest columns, where a dense teacher is read too."""
     return _made(_over_top, fn, tail)
 
 

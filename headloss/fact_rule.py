@@ -45,7 +45,7 @@ class Rule:
         moves: bool = True,
         kept: bool = False,
     ) -> None:
-        self._value, self._pull, self._share = _Named(value), _Named(pull), _Named(share)
+        self._value, self._pull, self._share = _ByName(value), _ByName(pull), _ByName(share)
         for fn in (self._pull, self._share):
             for name in {*fn.names} - {"g", "value", "vocab"}:
                 raise TypeError(f"pull: wanted a function of g, value and vocab, got a parameter {name!r}")
@@ -65,7 +65,7 @@ class Rule:
         return self._share({"g": g, "value": value, "vocab": vocab})
 
 
-class _Named:
+class _ByName:
     """A function that is called with the arguments that its parameters name."""
 
     __slots__ = ("fn", "names")
@@ -79,15 +79,15 @@ class _Named:
         found = [given.get(name) for name in self.names]
         for name, x in zip(self.names, found):
             if x is None:
-                known = ", ".join(k for k, x in given.items() if x is not None)
-                raise TypeError(f"a rule of the table of facts asks for {name!r}; what it can be given is {known}")
+                available = ", ".join(k for k, x in given.items() if x is not None)
+                raise TypeError(f"a rule of the table of facts asks for {name!r}; available are {available}")
         return self.fn(*found)
 
 
-def summed(kind: type[K], pulls: Sequence[K | None]) -> K:
+def sum_pulls(kind: type[K], pulls: Sequence[K | None]) -> K:
     """Add coefficients field by field; a field that no fact contributes to is None."""
-    there = [k for k in pulls if k is not None]
-    if len(there) == 1:
-        return there[0]
-    fields = ([x for x in field if x is not None] for field in zip(*there, strict=True))
+    present = [k for k in pulls if k is not None]
+    if len(present) == 1:
+        return present[0]
+    fields = ([x for x in field if x is not None] for field in zip(*present, strict=True))
     return kind(*(functools.reduce(operator.add, present) if present else None for present in fields))  # type: ignore[arg-type]

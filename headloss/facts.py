@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from headloss.fact_rule import Pull as Pull
-from headloss.fact_rule import Rule, summed
+from headloss.fact_rule import Rule, sum_pulls
 from headloss.teachers import (
     COMPARING,
     TOP,
@@ -71,14 +71,14 @@ FACTS: dict[str, Rule] = {
 }
 
 
-class _Those(Set[str]):
-    """A live view of the table: the facts whose rule passes a test."""
+class _FactsThat(Set[str]):
+    """The facts whose rule passes a test, also those that are added to the table later."""
 
-    def __init__(self, said: Callable[[Rule], bool]) -> None:
-        self.said = said
+    def __init__(self, passes: Callable[[Rule], bool]) -> None:
+        self.passes = passes
 
     def __contains__(self, name: object) -> bool:
-        return name in FACTS and self.said(FACTS[name])
+        return name in FACTS and self.passes(FACTS[name])
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in FACTS if name in self)
@@ -87,11 +87,11 @@ class _Those(Set[str]):
         return sum(1 for _ in self)
 
 
-CONSTANT = _Those(lambda rule: not rule.pulls)  # no gradient
-LOST = _Those(lambda rule: not rule.pulls and rule.moves)  # no gradient, although it depends on the logits
-VALUED = _Those(lambda rule: rule.valued)  # their pull reads their value
+CONSTANT = _FactsThat(lambda rule: not rule.pulls)  # no gradient
+LOST = _FactsThat(lambda rule: not rule.pulls and rule.moves)  # no gradient, although it depends on the logits
+VALUED = _FactsThat(lambda rule: rule.valued)  # the pull reads the value
 PLAIN = {"least", "square", "teacher_square", "dot"}  # sums of the logits themselves, not of their softmax
-NEEDS_TARGET = _Those(lambda rule: "target" in rule.sums)
+NEEDS_TARGET = _FactsThat(lambda rule: "target" in rule.sums)
 
 
 class Fact(NamedTuple):
@@ -193,7 +193,7 @@ class Partial(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """What it takes to compute p again: log p_j = (z_j - max) / T - log_sum."""
+    """The numbers that give p again: log p_j = (z_j - max) / T - log_sum."""
 
     max: Tensor
     log_sums: tuple[Tensor, ...]  # one per temperature
@@ -265,14 +265,14 @@ def finish(
     for fact in made:
         if fact.teacher is None:
             facts[fact] = FACTS[fact.name].value(rows[want.temperatures.index(fact.temperature)])
-    seen = []
+    softmaxes = []
     student = dict(zip(want.temperatures, zip(temperatures, log_sums, strict=True), strict=True))
     for name, teacher in zip(want.teachers, partial.teachers, strict=True):
         asked = [f for f in made if f.teacher == name]
         values, teacher_softmax = finish_teacher(teacher, asked, want.temperatures_of(name), softmax.max, student)
         facts |= values
-        seen.append(teacher_softmax)
-    return facts, softmax._replace(teachers=tuple(seen))
+        softmaxes.append(teacher_softmax)
+    return facts, softmax._replace(teachers=tuple(softmaxes))
 
 
 def with_whole(
@@ -284,15 +284,15 @@ def with_whole(
     """
     if not tails:
         return facts, softmax
-    seen = list(softmax.teachers)
+    softmaxes = list(softmax.teachers)
     for i, name in enumerate(want.teachers):
         if name in tails:
-            shared = seen[i].log_St  # type: ignore[union-attr]
+            shared = softmaxes[i].log_St  # type: ignore[union-attr]
             wholes = tuple([torch.logaddexp(x, tail) for x, tail in zip(shared, tails[name], strict=True)])
             for key, whole, tail in zip(want.temperatures_of(name), wholes, tails[name], strict=True):
                 facts[Fact("teacher_tail_logprob", key, name)] = (tail - whole).clamp(min=FLOOR)
-            seen[i] = seen[i]._replace(log_St=wholes)  # type: ignore[call-arg]
-    return {f: facts[f] for f in facts if f in want.facts}, softmax._replace(teachers=tuple(seen))
+            softmaxes[i] = softmaxes[i]._replace(log_St=wholes)  # type: ignore[call-arg]
+    return {f: facts[f] for f in facts if f in want.facts}, softmax._replace(teachers=tuple(softmaxes))
 
 
 def coefficients(
@@ -310,5 +310,5 @@ def coefficients(
             if g is not None:
                 rule = FACTS[fact.name]
                 found.append((rule.pull if fact.teacher is None else rule.share)(g, facts.get(fact), vocab))
-        pulls.append(summed(Pull, found))
+        pulls.append(sum_pulls(Pull, found))
     return tuple(pulls)

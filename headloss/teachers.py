@@ -32,7 +32,7 @@ The sweep itself finds the K likeliest columns of a row; the lower column wins a
     top_logprob (N, K)           log p there                        1[j = i_k] - p_j
     teacher_top_logprob (N, K)   a dense teacher's log q there      none: a constant of the student
 
-The tail has a maximum of its own, and its pull uses e^(s_j - tail lse): 1 - sum p would lose all digits in float32.
+The tail has its own maximum, and its pull uses e^(s_j - tail lse): 1 - sum p would lose all digits in float32.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.fact_rule import Pull, Rule, summed
+from headloss.fact_rule import Pull, Rule, sum_pulls
 
 FLOOR = -1.0e4  # exp(FLOOR) is 0 in every dtype, and 0 * FLOOR is 0 where 0 * -inf would be NaN
 
@@ -53,22 +53,22 @@ Pairs = Sequence[tuple[Temperature, Temperature]]  # of student and teacher, one
 
 
 class DenseChunk(NamedTuple):
-    """A dense teacher's part in a sweep: its raw logits for the rows in hand, and how to read them."""
+    """A dense teacher in a sweep: its raw logits for the rows in hand, and how to read them."""
 
     raw_CV: Tensor
     scale: float
     softcap: float | None
-    temperatures: tuple[Temperature, ...]  # its own, one per temperature of the comparison
+    temperatures: tuple[Temperature, ...]  # the teacher's, one per temperature of the comparison
     columns: int  # how many of the student's columns in hand it shares
     tail: tuple[Tensor, ...] = ()  # (C,) its log-sum-exp over columns that the student lacks, one per temperature
 
 
 class SparseChunk(NamedTuple):
-    """A sparse teacher's part in a sweep: the columns it names, in the whole vocabulary; -1 names none."""
+    """A sparse teacher in a sweep: the columns it names, in the whole vocabulary; -1 names none."""
 
     ids_CK: Tensor
     sorted_CK: Tensor | None = None  # the same columns in order, where that is known
-    once: bool = False  # whether it is known that no row names a column twice
+    once: bool = False  # whether every row surely names each column once at most
 
     def in_order(self) -> Tensor:
         return (self.ids_CK.sort(-1).values if self.sorted_CK is None else self.sorted_CK).contiguous()
@@ -91,7 +91,7 @@ def places(ids_CK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
     return column_CK.clamp(0, max(0, V - 1)), here_CK
 
 
-class Meeting(NamedTuple):
+class JointMoments(NamedTuple):
     """Sums over the shared columns of one part at one temperature of student and teacher.  Each is (N,)."""
 
     S: Tensor  # sum e^x, the student's
@@ -105,13 +105,13 @@ class Meeting(NamedTuple):
 class DensePartial(NamedTuple):
     max: Tensor  # (N,) the teacher's
     argmax: Tensor | None
-    meetings: tuple[Meeting, ...]  # one per temperature
+    moments: tuple[JointMoments, ...]  # one per temperature
     square: Tensor | None = None  # (N,) sum z^2 over the shared columns; the next two likewise
     teacher_square: Tensor | None = None  # sum u^2
     dot: Tensor | None = None  # sum z u
 
 
-class Theirs(NamedTuple):
+class TeacherTop(NamedTuple):
     """A dense teacher's logits at the student's likeliest columns."""
 
     max: Tensor  # (N,) the teacher's
@@ -125,7 +125,7 @@ class SparsePartial(NamedTuple):
     tails: tuple[Tensor, ...]  # (N,) sum over the tail of e^((z - tail_max) / T), one per temperature
     top: Tensor | None  # (N, K) the largest z - max
     columns: Tensor | None = None  # (N, K) if `ids` are the largest: their columns, in the whole vocabulary
-    theirs: Theirs | None = None
+    teacher_top: TeacherTop | None = None
 
 
 TeacherPartial = DensePartial | SparsePartial
@@ -155,11 +155,11 @@ class DivergencePull(NamedTuple):
 
     element: Any
     g: Tensor
-    C: Any  # (N,), or None if the pull has the whole row in hand and sums c itself
+    C: Any  # (N,); None if the pull has the whole row in hand and sums c itself
 
 
 class DensePull(NamedTuple):
-    """p_j (a + b log p_j + c log q_j) + d q_j, and its divergences, at one temperature; None if nothing needs the term.
+    """p_j (a + b log p_j + c log q_j) + d q_j, and divergences, at one temperature; None where no fact needs the term.
 
     z z_j + u u_j is the gradient by z itself, so it is not divided by a temperature.
     """
@@ -193,14 +193,14 @@ def column(T: Temperature) -> Temperature:
 
 
 def _overlap(ids: Tensor, top: Tensor) -> Tensor:
-    """If n ids are given in a row: the fraction of them that are among its n likeliest columns."""
+    """For a row with n ids: the fraction of them that are among its n likeliest columns."""
     n_N = (ids > -math.inf).sum(-1, keepdim=True)
     least_N = top.gather(-1, (n_N - 1).clamp(min=0))
     among = (ids >= least_N) & (ids > -math.inf)
     return among.sum(-1).to(ids.dtype) / n_N[:, 0].clamp(min=1)
 
 
-# Values are computed from fields of `Meeting`, and from log_S, log_St and argmax; see `fact_rule.Rule`.
+# Values are computed from fields of `JointMoments`, and from log_S, log_St and argmax; see `fact_rule.Rule`.
 DENSE: dict[str, Rule] = {
     "teacher_cross_entropy": Rule(lambda log_S, F, St: log_S - F / St, lambda g: DensePull(a=g, d=-g)),
     "reverse_cross_entropy": Rule(lambda log_St, G, S: log_St - G / S, lambda g, value: DensePull(a=-g * value, c=-g)),
@@ -230,12 +230,12 @@ SPARSE: dict[str, Rule] = {
     ),
     "topk_overlap": Rule(_overlap),
 }
-# From the same, and from their_at and their_log_sum.
+# From the same, and from teacher_at and teacher_log_sum.
 TOP: dict[str, Rule] = {
     "top_ids": Rule(lambda columns: columns.long(), moves=False, kept=True),
     "top_logprob": SPARSE["ids_logprob"],
     "teacher_top_logprob": Rule(
-        lambda their_at, their_log_sum: (their_at - their_log_sum.unsqueeze(-1)).clamp(min=FLOOR), moves=False
+        lambda teacher_at, teacher_log_sum: (teacher_at - teacher_log_sum.unsqueeze(-1)).clamp(min=FLOOR), moves=False
     ),
 }
 COMPARING = DENSE | SPARSE | TOP
@@ -248,13 +248,13 @@ def merge_teacher(parts: TeacherPartial, shift: Tensor, pairs: Pairs) -> Teacher
     best = parts.max.amax(0)
     moved = how_far(parts.max, best)
     argmax = None if parts.argmax is None else parts.argmax.gather(0, parts.max.argmax(0, keepdim=True))[0]
-    meetings = []
-    for (S, X, St, Y, F, G), (T, Tt) in zip(parts.meetings, pairs, strict=True):
+    moments = []
+    for (S, X, St, Y, F, G), (T, Tt) in zip(parts.moments, pairs, strict=True):
         d, dt = (shift / T).clamp(min=FLOOR), (moved / Tt).clamp(min=FLOOR)
         k, kt = d.exp(), dt.exp()
-        d, dt = d.masked_fill(shift == -math.inf, 0.0), dt.masked_fill(moved == -math.inf, 0.0)  # F and G hold FLOOR
-        meetings.append(
-            Meeting(
+        d, dt = d.masked_fill(shift == -math.inf, 0.0), dt.masked_fill(moved == -math.inf, 0.0)  # F and G have FLOOR
+        moments.append(
+            JointMoments(
                 S=(k * S).sum(0),
                 X=None if X is None else (k * (X + d * S)).sum(0),
                 St=(kt * St).sum(0),
@@ -264,7 +264,7 @@ def merge_teacher(parts: TeacherPartial, shift: Tensor, pairs: Pairs) -> Teacher
             )
         )
     plain = [None if x is None else x.sum(0) for x in parts[3:]]
-    return DensePartial(best, argmax, tuple(meetings), *plain)
+    return DensePartial(best, argmax, tuple(moments), *plain)
 
 
 def plain_sums(z_BU: Tensor, u_BU: Tensor, asked: Callable[[str], bool]) -> list[Tensor | None]:
@@ -287,31 +287,31 @@ def _merge_sparse(parts: SparsePartial, shift: Tensor, pairs: Pairs) -> SparsePa
         moved = how_far(parts.tail_max, tail_max)
         tails = tuple(((moved / T).clamp(min=FLOOR).exp() * S).sum(0) for S, (T, _) in zip(tails, pairs, strict=True))
     if parts.top is not None:
-        everyone = (parts.top + shift[..., None]).movedim(0, 1).flatten(1)
-        top = everyone.topk(parts.top.shape[-1], -1).values
+        every = (parts.top + shift[..., None]).movedim(0, 1).flatten(1)
+        top = every.topk(parts.top.shape[-1], -1).values
     if parts.columns is not None:
-        everyone, columns = (x.movedim(0, 1).flatten(1) for x in (parts.ids + shift[..., None], parts.columns))
-        chosen = largest(everyone, columns, parts.columns.shape[-1])
-        theirs = None if parts.theirs is None else _merge_theirs(parts.theirs, chosen, pairs)
-        return SparsePartial(everyone.gather(-1, chosen), None, (), None, columns.gather(-1, chosen), theirs)
+        every, columns = (x.movedim(0, 1).flatten(1) for x in (parts.ids + shift[..., None], parts.columns))
+        chosen = largest(every, columns, parts.columns.shape[-1])
+        teacher_top = None if parts.teacher_top is None else _merge_teacher_top(parts.teacher_top, chosen, pairs)
+        return SparsePartial(every.gather(-1, chosen), None, (), None, columns.gather(-1, chosen), teacher_top)
     return SparsePartial((parts.ids + shift[..., None]).amax(0), tail_max, tails, top)
 
 
 def largest(values_NM: Tensor, columns_NM: Tensor, k: int) -> Tensor:
-    """(N, k) the indices of the k largest, in descending order; of equals, the lower column first."""
+    """(N, k) the indices of the k largest, in descending order; if equal, the lower column first."""
     by_column_NM = columns_NM.argsort(-1)
     by_value_NM = values_NM.gather(-1, by_column_NM).argsort(dim=-1, descending=True, stable=True)
     return by_column_NM.gather(-1, by_value_NM[:, :k])
 
 
-def _merge_theirs(parts: Theirs, chosen: Tensor, pairs: Pairs) -> Theirs:
+def _merge_teacher_top(parts: TeacherTop, chosen: Tensor, pairs: Pairs) -> TeacherTop:
     best = parts.max.amax(0)
     moved, at, sums = how_far(parts.max, best), [], []
     for at_RNK, S_RN, (_, T) in zip(parts.at, parts.sums, pairs, strict=True):
         d_RN = (moved / T).clamp(min=FLOOR)
         at.append((at_RNK + d_RN[..., None]).movedim(0, 1).flatten(1).gather(-1, chosen))
         sums.append((d_RN.exp() * S_RN).sum(0))
-    return Theirs(best, tuple(at), tuple(sums))
+    return TeacherTop(best, tuple(at), tuple(sums))
 
 
 def how_far(maxima: Tensor, best: Tensor) -> Tensor:
@@ -329,11 +329,11 @@ def finish_teacher(
     """The facts asked for, and the softmax that their pull needs.  `student`: its temperature and log-sum by key."""
     if isinstance(partial, SparsePartial):
         return _finish_sparse(partial, asked, temperatures, max_N, student)
-    meetings = [m._replace(S=_positive(m.S), St=_positive(m.St)) for m in partial.meetings]
-    log_S, log_St = tuple(m.S.log() for m in meetings), tuple(m.St.log() for m in meetings)
+    moments = [m._replace(S=_positive(m.S), St=_positive(m.St)) for m in partial.moments]
+    log_S, log_St = tuple(m.S.log() for m in moments), tuple(m.St.log() for m in moments)
     rows = [
-        {**m._asdict(), **partial._asdict(), "log_S": own, "log_St": theirs}
-        for m, own, theirs in zip(meetings, log_S, log_St, strict=True)
+        {**m._asdict(), **partial._asdict(), "log_S": log_S_N, "log_St": log_St_N}
+        for m, log_S_N, log_St_N in zip(moments, log_S, log_St, strict=True)
     ]
     made = [f for f in asked if f.element is None and f.name != "teacher_tail_logprob"]
     values = {f: DENSE[f.name].value(rows[temperatures.index(f.temperature)]) for f in made}
@@ -348,14 +348,14 @@ def _finish_sparse(
     student: Mapping[float | None, tuple[Temperature, Tensor]],
 ) -> tuple[dict[Any, Tensor], TeacherSoftmax]:
     tail_log_sums = tuple(_positive(S).log() for S in partial.tails)
-    values, theirs = {}, partial.theirs
+    values, teacher_top = {}, partial.teacher_top
     for fact in asked:
         T, log_S = student[fact.temperature]
         i = temperatures.index(fact.temperature)
         tail = tail_log_sums[i] if tail_log_sums else None
         row = {**partial._asdict(), "max": max_N, "T": T, "log_S": log_S, "tail_log_sum": tail}
-        if theirs is not None:
-            row |= {"their_at": theirs.at[i], "their_log_sum": _positive(theirs.sums[i]).log()}
+        if teacher_top is not None:
+            row |= {"teacher_at": teacher_top.at[i], "teacher_log_sum": _positive(teacher_top.sums[i]).log()}
         values[fact] = (SPARSE | TOP)[fact.name].value(row)
     tail_max = partial.tail_max
     if tail_max is not None:
@@ -379,9 +379,9 @@ def teacher_coefficients(
     divergent = [f for f in asked if f.element is not None]
     slopes = dict(zip(divergent, softmax.slopes, strict=True)) if isinstance(softmax, DenseSoftmax) else {}
     for T in temperatures:
-        mine = [f for f in asked if f.temperature == T and grads.get(f) is not None]
+        pulling = [f for f in asked if f.temperature == T and grads.get(f) is not None]
         kind: Any = SparsePull if isinstance(softmax, SparseSoftmax) else DensePull
-        total = summed(kind, [COMPARING[f.name].pull(grads[f], facts.get(f)) for f in mine])
-        own = [DivergencePull(f.element, grads[f], slopes[f]) for f in mine if f.element is not None]
-        pulls.append(total._replace(divergences=tuple(own)) if own else total)
+        total = sum_pulls(kind, [COMPARING[f.name].pull(grads[f], facts.get(f)) for f in pulling])
+        divergences = [DivergencePull(f.element, grads[f], slopes[f]) for f in pulling if f.element is not None]
+        pulls.append(total._replace(divergences=tuple(divergences)) if divergences else total)
     return tuple(pulls)

@@ -39,7 +39,7 @@ def calls(device: str) -> dict[str, Any]:
     logits = hidden @ weight.t()
     old = hl.row_facts(hl.Logits(logits), targets, ("logprob",)).logprob + 0.1
     mix = {"ce": cross_entropy, "z": hl.Term(z_loss, weight=1e-4), "h": hl.Term(entropy_bonus, weight=1e-3)}
-    taught = hl.Objective(kd=forward_kl)
+    distilled = hl.Objective(kd=forward_kl)
     policy = hl.Objective(rl=grpo, **mix, metrics=["entropy", "accuracy"])
     digest = hashlib.sha256()
     begin = time.monotonic()
@@ -49,7 +49,7 @@ def calls(device: str) -> dict[str, Any]:
         for out in (
             policy(source, targets, advantage=torch.ones_like(old), old_logprob=old),
             hl.Objective(**mix)(source, targets),
-            taught(source, targets, teacher=hl.Logits(logits.flip(0))),
+            distilled(source, targets, teacher=hl.Logits(logits.flip(0))),
         ):
             (grad,) = torch.autograd.grad(out.loss, x)
             digest.update(out.loss.detach().cpu().numpy().tobytes())

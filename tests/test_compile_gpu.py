@@ -57,7 +57,7 @@ def policy(source: Any, x: dict[str, Tensor], **how: Any) -> Any:
     )
 
 
-def taught(source: Any, x: dict[str, Tensor], **how: Any) -> Any:
+def teacher_source(source: Any, x: dict[str, Tensor], **how: Any) -> Any:
     return TEACHER(source(x), x["targets"], teacher=hl.Logits(x["taught"]), **how)
 
 
@@ -77,7 +77,7 @@ def close(found: Any, want: Any) -> None:
     torch.testing.assert_close(found, want, rtol=2e-4, atol=2e-5, check_dtype=False)
 
 
-@pytest.mark.parametrize("call", [plain, policy, taught], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("call", [plain, policy, teacher_source], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("source", [linear, logits], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("host_read", [True, False])
 def test_a_whole_graph(call: Callable[..., Any], source: Callable[..., Any], host_read: bool) -> None:
@@ -92,7 +92,7 @@ def test_a_whole_graph(call: Callable[..., Any], source: Callable[..., Any], hos
     close(gradients(found[0], x), gradients(want[0], x))
 
 
-@pytest.mark.parametrize("call", [plain, policy, taught], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("call", [plain, policy, teacher_source], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("source", [linear, logits], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("host_read", [True, False])  # True: capture asks nothing either way
 def test_captured_and_replayed(call: Callable[..., Any], source: Callable[..., Any], host_read: bool) -> None:

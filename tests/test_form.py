@@ -217,12 +217,16 @@ def test_kernels(terms: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(backend, "takes_one_launch", lambda rows, columns: rows > 40)
     torch.manual_seed(0)
-    logits, taught, targets = torch.randn(rows, 7, requires_grad=True), torch.randn(rows, 7), torch.randint(7, (rows,))
+    logits, teacher_source, targets = (
+        torch.randn(rows, 7, requires_grad=True),
+        torch.randn(rows, 7),
+        torch.randint(7, (rows,)),
+    )
     targets[::4] = -100
     objective = hl.Objective(**terms, metrics=["entropy"], backend="triton")
 
     def step(z: Tensor) -> list[Tensor]:
-        out = objective(hl.Logits(z), targets, teacher=hl.Logits(taught))
+        out = objective(hl.Logits(z), targets, teacher=hl.Logits(teacher_source))
         pulled = sum(y.sum() for y in out.facts.values() if y.requires_grad)
         return [2 * out.loss + pulled, out.loss, *out.metrics["entropy"].parts]
 

@@ -21,7 +21,7 @@ from headloss.backends import choose
 from headloss.losses import cross_entropy, entropy_bonus, forward_kl, jsd, reverse_kl, skew_kl, tvd, z_loss
 
 N, V, D = 13, 37, 5
-TAUGHT = (forward_kl, jsd, reverse_kl, skew_kl, tvd)
+WITH_TEACHER = (forward_kl, jsd, reverse_kl, skew_kl, tvd)
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +124,7 @@ def test_gradients_are_those_of_the_formula(name: str, kind: str, ignored: bool)
     value = formula(z[kept], u[kept], y[kept])
     want = torch.autograd.grad(value, leaves)
     source = hl.Logits(leaves[0], **how) if kind == "Logits" else hl.Linear(*leaves, memory=4 * V * 8 * 2, **how)
-    teacher = {"teacher": hl.Logits(u)} if any(t.fn in TAUGHT for t in objective.terms.values()) else {}
+    teacher = {"teacher": hl.Logits(u)} if any(t.fn in WITH_TEACHER for t in objective.terms.values()) else {}
     loss = objective(source, given, **teacher).loss
     got = torch.autograd.grad(loss, leaves)
     torch.testing.assert_close(loss.detach(), value.detach(), rtol=1e-9, atol=1e-11)

@@ -130,8 +130,8 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=rf"targets: wanted values in \[0, {V}\)"):
         objective(hl.Logits(logits, vocab=V), torch.full((N,), V))
     with pytest.raises(ValueError, match=rf"teacher: wanted ids in \[0, {V}\)"):
-        taught = hl.Objective(kl=forward_kl)
-        taught(hl.Logits(logits, vocab=V), teacher=hl.Sparse(torch.full((N, 1), V), torch.full((N, 1), -0.1)))
+        teacher_source = hl.Objective(kl=forward_kl)
+        teacher_source(hl.Logits(logits, vocab=V), teacher=hl.Sparse(torch.full((N, 1), V), torch.full((N, 1), -0.1)))
     for bad in (0, -1, HELD + 1):
         with pytest.raises(
             ValueError, match=f"vocab: wanted at most {HELD}, the number of columns, and at least 1, got {bad}"

@@ -192,8 +192,8 @@ def test_rows_that_stand_together_in_one_chunk_and_apart_in_the_next(columns: in
         )
         segments = hl.Segments.from_ids(torch.arange(24) // 8)
         objective = hl.Objective(kd=hl.Term(forward_kl, reduction="seq_mean_token_mean"))
-        taught = hl.Routed(dict(zip(("a", "b"), heads, strict=True)), route)
-        loss = objective(source, torch.zeros(24).long(), segments=segments, teacher=taught).loss
+        routed = hl.Routed(dict(zip(("a", "b"), heads, strict=True)), route)
+        loss = objective(source, torch.zeros(24).long(), segments=segments, teacher=routed).loss
         logits = torch.stack([h.hidden @ h.weight.T for h in heads])[route, torch.arange(24)]
         logp, logq = (hidden @ weight.T).log_softmax(-1), logits.log_softmax(-1)
         truth = (logq.exp() * (logq - logp)).sum(-1).mean()

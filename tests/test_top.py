@@ -115,8 +115,10 @@ def test_row_facts() -> None:
     value = logp.topk(K).values[:, 1:].exp().sum(-1) - (logp.exp() * logp).sum(-1)
     (want_grad,) = torch.autograd.grad(value.sum(), weight)
     close(grad, want_grad)
-    taught = hl.Objective(kl=forward_kl)(hl.Logits(batch.guide @ batch.head.T), teacher=hl.topk(hl.Logits(logits), K))
-    assert taught.loss > 0
+    distilled = hl.Objective(kl=forward_kl)(
+        hl.Logits(batch.guide @ batch.head.T), teacher=hl.topk(hl.Logits(logits), K)
+    )
+    assert distilled.loss > 0
     given: dict[str, Any] = {"teacher": hl.Linear(batch.guide, batch.head)}
     hl.verify(OBJECTIVE, hl.Linear(batch.hidden, batch.weight), batch.targets, **given).check()
 

@@ -136,8 +136,8 @@ def test_candidates_top_and_a_sparse_teacher_are_tokens() -> None:
     assert torch.equal(facts.top_ids, batch.ids[s.topk(3).indices])
     found = hl.topk(hl.Logits(s, vocab_ids=batch.ids), 2)
     assert torch.equal(found.ids, facts.top_ids[:, :2])
-    taught = hl.Objective(kl=hl.Term(forward_kl, tail="none"))(source, batch.targets, teacher=found)
-    torch.testing.assert_close(taught.loss, torch.zeros((), dtype=DTYPE), atol=1e-6, rtol=0)
+    teacher_source = hl.Objective(kl=hl.Term(forward_kl, tail="none"))(source, batch.targets, teacher=found)
+    torch.testing.assert_close(teacher_source.loss, torch.zeros((), dtype=DTYPE), atol=1e-6, rtol=0)
 
 
 def test_a_terms_own_targets_are_tokens() -> None:

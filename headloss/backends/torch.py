@@ -1,4 +1,4 @@
-"""The two passes over the vocabulary in plain PyTorch, on any device: the definition that every kernel is held to.
+"""The two passes over the vocabulary in plain PyTorch, on any device: the definition that every kernel must match.
 
 Dimension key:  C rows handed in   B rows of a tile   V columns in hand
 
@@ -23,7 +23,7 @@ from headloss.backends.torch_kept import Kept, same_memory
 from headloss.backends.torch_kept import keep as keep
 from headloss.backends.torch_teacher_pulls import add_at_ids, pull_tile, tail_slope
 from headloss.backends.torch_teachers import Comparison, divergence_sums, join
-from headloss.backends.torch_tile import Room, Tile, divide, floored, logits
+from headloss.backends.torch_tile import Tile, Workspace, divide, floored, logits
 from headloss.facts import FLOOR, Moments, Partial, Pull, Softmax, Want
 from headloss.teachers import DenseChunk, DensePull, DenseSoftmax, TeacherChunk, TeacherPulls, Temperature, places
 
@@ -32,7 +32,7 @@ NAME = "torch"
 TILE_BYTES = {"cpu": 1 << 23}  # with 1 MiB, a fifth of the time goes into calling torch and waiting for threads
 TILE_BYTES_ELSEWHERE = 64 << 20
 lower = product = product_ranks = None  # no programs and no matrix products: this backend has no kernels
-DIVERGENCE_BUFFERS = 8  # a divergence and its slope hold about 20 buffers of a tile's size
+DIVERGENCE_BUFFERS = 8  # a divergence and its slope need about 20 buffers of a tile's size
 # next to a dense teacher: buffers of 1 MiB fit the cache together, which saves a quarter of the time
 DENSE_BUFFERS = {"cpu": 8}
 
@@ -51,7 +51,7 @@ def sums(
 ) -> Partial:
     """The partial of these columns; `start` is the first column's index in the whole vocabulary.
 
-    `kept`: where to leave what the pull can reuse, if all columns of these rows are here.
+    `kept`: where to keep what the pull can reuse, if these are all columns of the rows.
     """
     C, V = raw_CV.shape
     dtype = torch.promote_types(raw_CV.dtype, torch.float32)
@@ -69,19 +69,19 @@ def sums(
         least=fresh() if want.sums("least") else None,
     )
     column_C, here_C = (None, None) if target_C is None else places(target_C, start, V)
-    only_T, room = temperatures[0] if len(temperatures) == 1 else None, Room()
-    compared = [
+    only_T, workspace = temperatures[0] if len(temperatures) == 1 else None, Workspace()
+    comparisons = [
         Comparison(*named, want, dtype, raw_CV.device, only_T, kept)
         for named in zip(want.teachers, teachers, strict=True)
     ]
     for rows in _tiles(raw_CV, _buffers(raw_CV, teachers, kept)):
         t_BV = None
         if kept is not None and softcap is not None:
-            t_BV = kept.tile(rows) if kept.kind == "tanh" else room("t", raw_CV[rows], dtype)
+            t_BV = kept.tile(rows) if kept.kind == "tanh" else workspace("t", raw_CV[rows], dtype)
         z_BV = logits(raw_CV[rows], scale, softcap, t_BV)
         if V == 0:
             _identity(out, rows)
-            _compare(compared, rows, z_BV, out.max[rows], start, want, temperatures)
+            _compare_empty(comparisons, rows, z_BV, out.max[rows], start, want, temperatures)
             continue
         if out.argmax is not None:
             max_B, argmax_B = z_BV.max(-1)
@@ -92,23 +92,23 @@ def sums(
         if out.least is not None:
             out.least[rows] = z_BV.amin(-1)
         max_B.masked_fill_(max_B == -math.inf, 0.0)
-        x_BV = torch.sub(z_BV, max_B[:, None], out=room("x", z_BV, dtype))
+        x_BV = torch.sub(z_BV, max_B[:, None], out=workspace("x", z_BV, dtype))
         if out.target is not None:
             assert column_C is not None
             out.target[rows] = x_BV.gather(-1, column_C[rows, None])[:, 0]
         if out.total is not None:
             out.total[rows] = x_BV.sum(-1)
-        for comparison in compared:
+        for comparison in comparisons:
             comparison.tile(rows, z_BV, x_BV, max_B, start)
         for i, (moments, T) in enumerate(zip(out.moments, temperatures, strict=True)):
             if want.only_plain:
                 moments.S[rows] = 1.0
-                for comparison in compared:
+                for comparison in comparisons:
                     comparison.skip(moments.S[rows])
                 continue
             key, last = want.temperatures[i], i == len(out.moments) - 1  # x may then be overwritten
             s_BV = divide(x_BV, T, rows, into=x_BV if last else None)
-            weighs = moments.X is not None or any(comparison.weighs(key) for comparison in compared)
+            weighs = moments.X is not None or any(comparison.weighs(key) for comparison in comparisons)
             if weighs:
                 s_BV = floored(s_BV, keep=s_BV is x_BV and not last)
             weighs = weighs or (kept is not None and kept.kind == "unit")
@@ -116,12 +116,12 @@ def sums(
             if keeps and kept is not None:
                 e_BV = torch.exp(s_BV, out=kept.tile(rows))
             else:
-                e_BV = s_BV.exp_() if last and not weighs else torch.exp(s_BV, out=room("e", s_BV, dtype))
+                e_BV = s_BV.exp_() if last and not weighs else torch.exp(s_BV, out=workspace("e", s_BV, dtype))
             S_B = e_BV.sum(-1)
             if moments.Q is not None:
                 moments.Q[rows] = (e_BV * e_BV).sum(-1)
-            for comparison in compared:
-                S_B = comparison.meet(rows, key, T, s_BV, e_BV, S_B)
+            for comparison in comparisons:
+                S_B = comparison.sums(rows, key, T, s_BV, e_BV, S_B)
             moments.S[rows] = S_B
             if kept is not None and kept.kind == "bent" and t_BV is not None:
                 torch.addcmul(e_BV, e_BV * t_BV, t_BV, value=-1, out=kept.tile(rows))
@@ -131,7 +131,7 @@ def sums(
                 moments.X[rows] = (s_BV if keeps else e_BV).mul_(e_BV if keeps else s_BV).sum(-1)
     if out.target is not None and here_C is not None:
         out.target.masked_fill_(~here_C, -math.inf)
-    return out._replace(teachers=tuple(comparison.partial() for comparison in compared))
+    return out._replace(teachers=tuple(comparison.partial() for comparison in comparisons))
 
 
 def pull(
@@ -154,24 +154,24 @@ def pull(
     V = raw_CV.shape[-1]
     column_C, here_C = (None, None) if target_C is None else places(target_C, start, V)
     parts: list[tuple[Any, ...]] = [
-        (T, i == len(pulls) - 1, *_over(k, log_sum, T), k.y if k.y is None or here_C is None else k.y * here_C)
+        (T, i == len(pulls) - 1, *_of_exp(k, log_sum, T), k.y if k.y is None or here_C is None else k.y * here_C)
         for i, (T, log_sum, k) in enumerate(zip(temperatures, softmax.log_sums, pulls, strict=True))
         if any(x is not None for x in k)
     ]
     divergent = kept is None and any(isinstance(k, DensePull) and k.divergences for own in teacher_pulls for k in own)
-    room = Room()
+    workspace = Workspace()
     in_place = kept is not None and same_memory(kept.buffer_CV, out_CV)
     shared = kept is not None and any(isinstance(chunk, DenseChunk) for chunk in teachers)  # its pull needs e again
     # the same tiles as in `sums`
     for rows in _tiles(raw_CV, DIVERGENCE_BUFFERS if divergent else _buffers(raw_CV, teachers, kept)):
-        tile = Tile(raw_CV[rows], rows, scale, softcap, softmax, kept, room)
-        bent = tile.held("bent") is not None
+        tile = Tile(raw_CV[rows], rows, scale, softcap, softmax, kept, workspace)
+        bent = tile.kept_as("bent") is not None
         grad_BV = None
         for T, last, a, b, e, c, y in parts:
             if a is None:  # no softmax in it
                 ds_BV = tile.zeros()
             else:
-                e_BV = tile.kept_BV if bent else tile.held("e") if last else None
+                e_BV = tile.kept_BV if bent else tile.kept_as("e") if last else None
                 x_BV = tile.x_BV(T, "first" if grad_BV is None else "next") if e_BV is None or b is not None else None
                 if e_BV is None and x_BV is not None:
                     e_BV = x_BV.exp_() if b is None else x_BV.exp()
@@ -225,14 +225,15 @@ def divergence_pass(
         return [(torch.cat(kept.divergences), None)]
     tiles: list[list[tuple[Tensor, Tensor | None]]] = []
     for rows in _tiles(raw_CV, DIVERGENCE_BUFFERS):
-        z_BV = Tile(raw_CV[rows], rows, scale, softcap, softmax, kept, Room()).z_BV
+        z_BV = Tile(raw_CV[rows], rows, scale, softcap, softmax, kept, Workspace()).z_BV
         found: list[tuple[Tensor, Tensor | None]] = []
-        for name, chunk, seen, Ts in zip(want.teachers, teachers, softmax.teachers, teacher_temperatures, strict=True):
+        teacher_rows = zip(want.teachers, teachers, softmax.teachers, teacher_temperatures, strict=True)
+        for name, chunk, softmax_t, Ts in teacher_rows:
             if isinstance(chunk, DenseChunk):
-                assert isinstance(seen, DenseSoftmax)
+                assert isinstance(softmax_t, DenseSoftmax)
                 for i, key in enumerate(want.temperatures_of(name)):
                     elements = [f.element for f in want.divergences(name, key)]
-                    found += divergence_sums(z_BV, rows, chunk, seen, softmax, Ts[i], i, elements, whole)
+                    found += divergence_sums(z_BV, rows, chunk, softmax_t, softmax, Ts[i], i, elements, whole)
         tiles.append(found)
     return [tuple(join(xs) for xs in zip(*pair, strict=True)) for pair in zip(*tiles, strict=True)]
 
@@ -246,19 +247,19 @@ def cannot_run(want: Want) -> None:
     """None: every divergence can run, as it is made of torch's own operations."""
 
 
-def _compare(compared: Sequence[Comparison], rows: slice, *tile: Any) -> None:
-    """A part without columns still takes part in every comparison."""
+def _compare_empty(comparisons: Sequence[Comparison], rows: slice, *tile: Any) -> None:
+    """The sums of a part without columns."""
     z_BV, max_B, start, want, temperatures = tile
-    for comparison in compared:
+    for comparison in comparisons:
         comparison.tile(rows, z_BV, z_BV, max_B, start)
         for key, T in zip(want.temperatures, temperatures, strict=True):
-            comparison.meet(rows, key, T, z_BV, z_BV, max_B.new_zeros(len(max_B)))
+            comparison.sums(rows, key, T, z_BV, z_BV, max_B.new_zeros(len(max_B)))
 
 
-def _over(
+def _of_exp(
     k: Pull, log_sum: Tensor, T: Temperature
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """From coefficients of p = e^x / S, by s = z / T, to those of e^x, by z: dividing vectors here saves passes.
+    """From coefficients of p = e^x / S, by s = z / T, to those of e^x, by z: divisions of vectors here save passes.
 
     p (a + b log p + e p) + c = e^x (a - b log S + b x + e/S e^x) / S + c        a is None: no term has a p
     """
@@ -273,14 +274,14 @@ def _over(
 
 
 def _buffers(raw_CV: Tensor, teachers: Sequence[TeacherChunk], kept: Kept | None) -> int:
-    """How many buffers of a tile's size are alive at once; the sums and the pull must walk the same tiles."""
+    """How many buffers of a tile's size exist at once; the sums and the pull must use the same tiles."""
     if any(isinstance(chunk, DenseChunk) for chunk in teachers):
         return DENSE_BUFFERS.get(raw_CV.device.type, 2)
     return 1 if not teachers or kept is not None else 2
 
 
 def _tiles(raw_CV: Tensor, buffers: int = 1) -> Iterator[slice]:
-    """Slices of rows; with more `buffers` of their size they are shorter, so that all together take no more memory."""
+    """Slices of rows: the more `buffers` of their size, the shorter, so that together they take no more memory."""
     row_bytes = max(1, raw_CV.shape[-1]) * max(4, raw_CV.element_size()) * buffers
     step = max(1, TILE_BYTES.get(raw_CV.device.type, TILE_BYTES_ELSEWHERE) // row_bytes)
     for i in range(0, max(1, raw_CV.shape[0]), step):  # without rows there is still one tile, which is empty

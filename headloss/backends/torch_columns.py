@@ -28,7 +28,7 @@ def project(
 ) -> None:
     """out[place] = scale (hidden[row] . weight[column] + bias[column]) in float32 or better; 0 where the column is -1.
 
-    Nothing is written for a column of -2.  The last element of `out` may hold anything.
+    Nothing is written for a column of -2.  The last element of `out` gets an arbitrary value.
     """
     dtype = out_P.dtype
     for part in _bands(len(row_E), hidden_ND.shape[1], dtype):

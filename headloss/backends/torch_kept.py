@@ -1,12 +1,12 @@
-"""What the first sweep leaves for the second in the gradient's memory, so that it is not computed twice (CPU only).
+"""What the first sweep keeps for the second in the gradient's memory, so that it is not computed twice (CPU only).
 
 Dimension key:  C rows handed in   B rows of a tile   V columns in hand   K ids
 
 On a CPU an exponential costs as much as ten passes over memory.  Until the second sweep the gradient's memory is free,
-or holds logits that nobody reads again, so it can hold one of these:
+or has logits that are not read again, so it can keep one of these:
 
     e      e^x at the last temperature, x = (z - max) / T: the student's pull is a multiple of it
-    bent   e^x times the slope of a softcap, if the pull is a multiple of that except at the target's column
+    bent   e^x times the slope of a softcap, if the pull is a multiple of that everywhere but at the target
     tanh   the tanh behind a softcap: it costs as much as three exponentials
     unit   the pull of the only fact that compares with a teacher, for a cotangent of 1
 """
@@ -27,10 +27,10 @@ UNIT = ("divergence", "teacher_cross_entropy")
 
 
 class Kept:
-    """What was kept, and where.  `over`: in place of the raw logits, which are then gone except in `missing` tiles."""
+    """What was kept, and where.  `overwrites`: in place of the raw logits, which then exist in `missing` tiles only."""
 
-    def __init__(self, kind: str, buffer_CV: Tensor, over: bool, fact: Fact | None, want: Want) -> None:
-        self.kind, self.buffer_CV, self.over, self.fact = kind, buffer_CV, over, fact
+    def __init__(self, kind: str, buffer_CV: Tensor, overwrites: bool, fact: Fact | None, want: Want) -> None:
+        self.kind, self.buffer_CV, self.overwrites, self.fact = kind, buffer_CV, overwrites, fact
         last = want.temperatures[-1]
         # for each teacher, the index among its temperatures of the one that e is kept at
         self.number = [keys.index(last) if last in keys else None for keys in map(want.temperatures_of, want.teachers)]
@@ -48,8 +48,8 @@ class Kept:
 
 def same_memory(x: Tensor, y: Tensor) -> bool:
     """Whether two matrices start at the same place in memory; works on fake tensors too."""
-    apart = x.untyped_storage()._cdata != y.untyped_storage()._cdata
-    return not apart and x.storage_offset() == y.storage_offset()
+    same = x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    return same and x.storage_offset() == y.storage_offset()
 
 
 def keep(
@@ -63,17 +63,17 @@ def keep(
 ) -> Kept | None:
     """What is worth keeping of these rows, and where.
 
-    `tight`: use no memory but the gradient's own.  `before`: what was kept of earlier rows, whose buffer is free again.
+    `tight`: use no memory but the gradient's.  `before`: what was kept of earlier rows, whose buffer is free again.
     """
     if raw_CV.device.type != "cpu" or not raw_CV.numel():
         return None
     dtype = torch.promote_types(raw_CV.dtype, torch.float32)
-    over = out_CV.dtype == dtype and same_memory(raw_CV, out_CV)
-    found = _kind(want, softcap, teachers, over)
+    overwrites = out_CV.dtype == dtype and same_memory(raw_CV, out_CV)
+    found = _kind(want, softcap, teachers, overwrites)
     if found is None:
         return None
     if out_CV.dtype == dtype:
-        return Kept(found[0], out_CV, over, found[1], want)
+        return Kept(found[0], out_CV, overwrites, found[1], want)
     if tight or raw_CV.numel() * dtype.itemsize > BUFFER_BYTES:
         return None
     if before is not None and len(before.buffer_CV) >= len(raw_CV):
@@ -83,11 +83,11 @@ def keep(
 
 
 def _kind(
-    want: Want, softcap: float | None, teachers: Sequence[TeacherChunk | TopChunk], over: bool
+    want: Want, softcap: float | None, teachers: Sequence[TeacherChunk | TopChunk], overwrites: bool
 ) -> tuple[str, Fact | None] | None:
     """What to keep and, for "unit", of which fact; None if keeping does not pay."""
     pulling = [f for f in want.facts if FACTS[f.name].pulls]
-    compared = [f for f in pulling if f.teacher is not None]
+    comparing = [f for f in pulling if f.teacher is not None]
     if not pulling:
         return None
     one = torch.ones((), dtype=torch.float32, device="cpu")
@@ -95,11 +95,11 @@ def _kind(
     if softcap is not None:
         straight = all(k.b is None and k.c is None and k.e is None for k in pulls)
         return "bent" if straight and len(want.temperatures) == 1 and not teachers else "tanh", None
-    if len(compared) == 1 and compared[0].name in UNIT and not (over and len(pulling) > 1):
-        chunk = teachers[want.teachers.index(compared[0].teacher)]
+    if len(comparing) == 1 and comparing[0].name in UNIT and not (overwrites and len(pulling) > 1):
+        chunk = teachers[want.teachers.index(comparing[0].teacher)]
         if isinstance(chunk, DenseChunk) and not chunk.tail:
-            return "unit", compared[0]
-    if not over:
+            return "unit", comparing[0]
+    if not overwrites:
         return None if want.only_plain else ("e", None)
     if len(want.temperatures) > 1 or not all(isinstance(x, SparseChunk) for x in teachers):
         return None

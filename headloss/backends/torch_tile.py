@@ -15,22 +15,22 @@ from headloss.backends.torch_kept import Kept
 from headloss.facts import Softmax
 from headloss.teachers import FLOOR, SparseChunk, Temperature, places
 
-GONE = "the logits are asked for, and the exponentials that were kept stand in their place"
+GONE = "the logits are needed, but the exponentials that were kept have overwritten them"
 
 
-class Room:
-    """Buffers that the tiles of a sweep share: fresh memory costs as much as a pass over it."""
+class Workspace:
+    """Buffers that the tiles of a sweep share: new memory costs as much as a pass over it."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[str, int], Tensor] = {}
-        self.places: dict[int, tuple[SparseChunk, tuple[Tensor, Tensor]]] = {}  # for all rows, by teacher
+        self.buffers: dict[tuple[str, int], Tensor] = {}
+        self.places_by_teacher: dict[int, tuple[SparseChunk, tuple[Tensor, Tensor]]] = {}  # of all rows
 
     def __call__(self, name: str, like_BV: Tensor, dtype: torch.dtype) -> Tensor:
-        """An uninitialised buffer as large as this; no later tile is larger than the first."""
+        """An uninitialised buffer of this size; no later tile is larger than the first."""
         key = name, like_BV.shape[-1]  # teachers may have different widths
-        if key not in self.held:
-            self.held[key] = torch.empty(like_BV.shape, dtype=dtype, device=like_BV.device)
-        return self.held[key][: len(like_BV)]
+        if key not in self.buffers:
+            self.buffers[key] = torch.empty(like_BV.shape, dtype=dtype, device=like_BV.device)
+        return self.buffers[key][: len(like_BV)]
 
 
 class Tile:
@@ -44,26 +44,26 @@ class Tile:
         softcap: float | None,
         softmax: Softmax,
         kept: Kept | None,
-        room: Room,
+        workspace: Workspace,
     ) -> None:
-        self.room = room
+        self.workspace = workspace
         self.raw_BV, self.rows, self.scale, self.softcap, self.softmax = raw_BV, rows, scale, softcap, softmax
         self.kept = kept if kept is not None and rows.start not in kept.missing else None
         self.kept_BV = None if self.kept is None else self.kept.tile(rows)
-        self.gone = self.kept is not None and self.kept.over and self.kept.kind != "tanh"
+        self.gone = self.kept is not None and self.kept.overwrites and self.kept.kind != "tanh"
         # e at the ids, which the kept e leaves out
         self.ids_BK = None if self.kept is None else self.kept.ids.get(rows.start)
 
-    def held(self, kind: str) -> Tensor | None:
-        """What was kept of these rows, if it is of this kind."""
+    def kept_as(self, kind: str) -> Tensor | None:
+        """What the first sweep kept of these rows, if it is of this kind."""
         return self.kept_BV if self.kept is not None and self.kept.kind == kind else None
 
     @functools.cached_property
     def t_BV(self) -> Tensor:
         """tanh(scale raw / softcap)."""
-        t_BV = self.held("tanh")
+        t_BV = self.kept_as("tanh")
         assert not self.gone, GONE
-        return bent(self.raw_BV, self.scale, self.softcap or 1.0) if t_BV is None else t_BV
+        return bounded(self.raw_BV, self.scale, self.softcap or 1.0) if t_BV is None else t_BV
 
     @functools.cached_property
     def z_BV(self) -> Tensor:
@@ -73,15 +73,15 @@ class Tile:
     def x_BV(self, T: Temperature, name: str) -> Tensor:
         """(z - max) / T, in the buffer of this name."""
         max_B1 = self.softmax.max[self.rows, None]
-        x_BV = torch.sub(self.z_BV, max_B1, out=self.room(name, self.raw_BV, max_B1.dtype))
+        x_BV = torch.sub(self.z_BV, max_B1, out=self.workspace(name, self.raw_BV, max_B1.dtype))
         return divide(x_BV, T, self.rows, into=x_BV)
 
     def places(self, chunk: SparseChunk, start: int) -> tuple[Tensor, Tensor]:
         """See `teachers.places`."""
-        known = self.room.places
-        if id(chunk) not in known:
-            known[id(chunk)] = chunk, places(chunk.ids_CK, start, self.raw_BV.shape[-1])
-        column_CK, here_CK = known[id(chunk)][1]
+        cached = self.workspace.places_by_teacher
+        if id(chunk) not in cached:
+            cached[id(chunk)] = chunk, places(chunk.ids_CK, start, self.raw_BV.shape[-1])
+        column_CK, here_CK = cached[id(chunk)][1]
         return column_CK[self.rows], here_CK[self.rows]
 
     def zeros(self) -> Tensor:
@@ -91,12 +91,12 @@ class Tile:
 def logits(raw_BV: Tensor, scale: float, softcap: float | None, into: Tensor | None = None) -> Tensor:
     """z = cap tanh(scale raw / cap), in float32 or better; the tanh goes `into` a buffer if one is given."""
     if softcap is not None:
-        return bent(raw_BV, scale, softcap, into) * softcap
+        return bounded(raw_BV, scale, softcap, into) * softcap
     z_BV = raw_BV.to(torch.promote_types(raw_BV.dtype, torch.float32))
     return z_BV if scale == 1.0 else z_BV * scale
 
 
-def bent(raw_BV: Tensor, scale: float, softcap: float, into: Tensor | None = None) -> Tensor:
+def bounded(raw_BV: Tensor, scale: float, softcap: float, into: Tensor | None = None) -> Tensor:
     return torch.div(logits(raw_BV, scale, None), softcap, out=into).tanh_()
 
 

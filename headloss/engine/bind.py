@@ -172,12 +172,12 @@ def chunks_of(
         parts = support_chunks(support.known(), rows, source)
         return [Chunk(part) for part in parts] if rows.count and (len(parts) == 1 or plan.kind == "row") else None
     if program is not None and type(source) is Logits:
-        taught = most_rows(teacher_rows) if teacher_rows else None  # how many rows of teachers' logits fit at a time
-        if taught is None:
+        most = most_rows(teacher_rows) if teacher_rows else None  # how many rows of teachers' logits fit at a time
+        if most is None:
             return [Chunk(slice(0, rows.count))] if rows.count else None
         if plan.kind == "segment":
             return None  # a teacher's logits are made for some rows at a time, and segments may be longer
-        step = max(1, taught)
+        step = max(1, most)
         return [Chunk(slice(i, min(i + step, rows.count))) for i in range(0, rows.count, step)] or None
     if makes_grad_in_forward(plan, source):
         return logits_chunks(plan, source, rows, teacher_rows)

@@ -179,23 +179,23 @@ def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
         return None
     if any(isinstance(w, Tensor) for w in plan.weights.values()):
         return None
-    taught: Mapping[str, Any] = {name: teachers[name] for name in plan.want.teachers}  # type: ignore[index]
+    used: Mapping[str, Any] = {name: teachers[name] for name in plan.want.teachers}  # type: ignore[index]
     if teachers:
         named = plan.named_teachers == plan.want.teachers != ()
         if not named or not all(_is_simple(x, source) for x in teachers.values()):  # type: ignore[union-attr]
             return None
-        if any(isinstance(x, Linear) for x in taught.values()) and not _in_one_chunk(plan, found.arguments):
+        if any(isinstance(x, Linear) for x in used.values()) and not _in_one_chunk(plan, found.arguments):
             return None
     if segments is not None and (segments.ids.device != x.device or not segments.num_segments):
         return None
     if segments is not None and y is targets and reads_now(key[3], x.device, plan.read_because):
         return None  # the host would read segment lengths, which prepared targets come with
-    sparse = SPARSE_INPUTS if type(taught.get(ONLY)) is Sparse else ()
+    sparse = SPARSE_INPUTS if type(used.get(ONLY)) is Sparse else ()
     taken = [given.get(name) for name in program.inputs if name not in sparse]
     if any(v is None or not v.is_contiguous() or v.device != x.device for v in taken) or "pairs" in given:
         return None
     path = FastPath(
-        plan, source, given, taught, y is not None, segments is not None, needs_of(source.tensors, key[0]), found.held
+        plan, source, given, used, y is not None, segments is not None, needs_of(source.tensors, key[0]), found.held
     )
     _, paths = plans.fast_paths.get(key) or keep(plans.fast_paths, key, (found.form, {}), _MOST)
     keep(paths, found.read, path, _MOST)

@@ -147,7 +147,7 @@ class Weighed:
     def report(self, visited: Any) -> Tensor:
         """Sum over the rows: the terms' values, and the loss; metrics are summed when they are read."""
         loss = self.loss
-        if visited.plan.program.metrics:  # note now which rows count: the targets may be written to later
+        if visited.program.metrics:  # note now which rows count: the targets may be written to later
             found = measured(visited, loss.rows.valid)
             loss.metrics = {**loss.metrics, **found} if loss.metrics else found
         if self.by_segment:
@@ -178,7 +178,7 @@ def later_values(weights: Mapping[str, object], sums: Tensor) -> dict[str, Tenso
 
 def measured(visited: Any, valid: Tensor | None) -> dict[str, Metric]:
     """The metrics of a visit, to be summed when they are read."""
-    names = visited.plan.program.metrics
+    names = visited.program.metrics
     make = lambda: measure_later(names, lambda: visited.metric_values, valid, "token")
     return make() if is_capturing() else LazyDict(_unread(names), make)
 

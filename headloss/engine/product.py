@@ -102,7 +102,7 @@ class ProductHead(LinearHead):
         into_CD, add, hidden_CD = None, self.dweight_VD is not None, self._hidden(numbers)
         if need_hidden:
             if self.dhidden_ND is None:
-                self.dhidden_ND = self.products.room(read, len(self.hidden_ND))
+                self.dhidden_ND = self.products.grad_buffer(read, len(self.hidden_ND))
             if self.dhidden_ND is None:
                 make = torch.empty_like if isinstance(numbers, slice) else torch.zeros_like
                 self.dhidden_ND = make(self.hidden_ND, memory_format=torch.contiguous_format)

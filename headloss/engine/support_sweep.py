@@ -272,8 +272,8 @@ class SupportSweep(Sweep):
         partial, entries = super()._sums(block), block.numbers
         if self.want.total:
             partial = self._with_total(partial, block)
-        taught = any(isinstance(t, DensePartial) and t.argmax is not None for t in partial.teachers)
-        if partial.argmax is None and not taught:
+        wants_teacher_argmax = any(isinstance(t, DensePartial) and t.argmax is not None for t in partial.teachers)
+        if partial.argmax is None and not wants_teacher_argmax:
             return partial
         id_CW = entries.spread(entries.id_E, 0)
         named = lambda at: None if at is None else id_CW.gather(1, at.long()[:, None])[:, 0].to(at.dtype)

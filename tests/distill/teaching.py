@@ -55,7 +55,7 @@ def skew_kl(p: Tensor, q: Tensor, *, alpha: float = 0.1) -> Tensor:
 FORMULAS: dict[str, Callable[..., Tensor]] = {
     fn.__name__: fn for fn in (soft_cross_entropy, forward_kl, reverse_kl, jsd, tvd, skew_kl)
 }
-OPTIONS: dict[str, list[dict[str, float]]] = {  # beside the defaults
+OPTIONS: dict[str, list[dict[str, float]]] = {  # besides the defaults
     "jsd": [{"beta": 0.1}, {"beta": 0.9}],
     "skew_kl": [{"alpha": 0.4}, {"alpha": 0.0}],
 }
@@ -144,7 +144,7 @@ class Problem:
     def leaves(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         return {n: x.detach().clone().to(dtype).requires_grad_() for n, x in self.student.tensors.items()}
 
-    def taught(self) -> Any:
+    def teacher_source(self) -> Any:
         if self.teacher is not None:
             return self.teacher.source()
         return hl.Sparse(self.ids, self.logprobs)
@@ -231,7 +231,7 @@ def run(
     leaves = problem.leaves(dtype)
     source = problem.student.source(leaves, **({} if rows is None else {"memory": budget(problem, rows)}))
     if "teacher" not in call:
-        call["teacher"] = problem.taught()
+        call["teacher"] = problem.teacher_source()
     out = objective(source, problem.targets, **call)
     out.loss.backward()
     return out, {n: x.grad for n, x in leaves.items()}
@@ -317,9 +317,9 @@ def make(
     targets = torch.randint(vocab, shape)
     if ignored:
         targets[torch.rand(shape) < 0.3] = -100
-    said = spoiled(model(student, shape, vocab, sharp=sharp, **(transform or {})), targets)
+    student_source = spoiled(model(student, shape, vocab, sharp=sharp, **(transform or {})), targets)
     if teacher == "Sparse":
         ids, logprobs = sparse_teacher(shape, vocab)
-        return Problem(said, targets, None, ids, spoil(logprobs, targets))
-    taught = model(teacher, shape, teacher_vocab or vocab, size=4, sharp=sharp, **(teacher_transform or {}))
-    return Problem(said, targets, spoiled(taught, targets))
+        return Problem(student_source, targets, None, ids, spoil(logprobs, targets))
+    teacher_source = model(teacher, shape, teacher_vocab or vocab, size=4, sharp=sharp, **(teacher_transform or {}))
+    return Problem(student_source, targets, spoiled(teacher_source, targets))

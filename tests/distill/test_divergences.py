@@ -33,9 +33,11 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("case, taught", PAIRS, ids=[f"{c[0].__name__}{c[2] or ''}-{'-'.join(t)}" for c, t in PAIRS])
-def test_value_and_gradient(case: Any, taught: tuple[str, str]) -> None:
-    (fn, formula, options), (teacher, tail) = case, taught
+@pytest.mark.parametrize(
+    "case, teacher_source", PAIRS, ids=[f"{c[0].__name__}{c[2] or ''}-{'-'.join(t)}" for c, t in PAIRS]
+)
+def test_value_and_gradient(case: Any, teacher_source: tuple[str, str]) -> None:
+    (fn, formula, options), (teacher, tail) = case, teacher_source
     objective = hl.Objective(kd=hl.Term(fn, tail=tail, **options))
     turn = len(fn.__name__)  # ways to run take turns
     for student in ("Logits", "Linear"):
@@ -82,14 +84,17 @@ def test_losses_of_the_users_own(student: str, rows: int | None) -> None:
     objective = hl.Objective(mine=on_sparse_facts)
     check(*run(objective, problem, rows=rows), truth(problem, sparse))
     check(*run(objective, problem, rows=rows, host_read=False), truth(problem, sparse))
-    assert objective.explain(problem.student.source(), problem.targets, teacher=problem.taught()).terms[0].kind == "row"
+    assert (
+        objective.explain(problem.student.source(), problem.targets, teacher=problem.teacher_source()).terms[0].kind
+        == "row"
+    )
 
 
 def test_several_at_once_equal_their_sum() -> None:
     """Dense and sparse teachers, tails and temperatures, and losses of the student alone, in one objective."""
     problem = make("Linear", "Linear", (3, 5))
     ids, logprobs = teaching.sparse_teacher((3, 5), 23)
-    teachers = {"big": problem.taught(), "served": hl.Sparse(ids, logprobs)}
+    teachers = {"big": problem.teacher_source(), "served": hl.Sparse(ids, logprobs)}
     sparse = teaching.replace(problem, teacher=None, ids=ids, logprobs=logprobs)
     losses = hl.losses
     parts = {
@@ -111,9 +116,9 @@ def test_several_at_once_equal_their_sum() -> None:
     def total(leaves: Mapping[str, Tensor]) -> Tensor:
         rows = problem.targets.reshape(-1)[problem.valid]
         found = torch.nn.functional.cross_entropy(problem.student_scores(leaves), rows, reduction="none")
-        for _, said in parts.values():
-            if said is not None:
-                which, formula, tail, T = said
+        for _, part in parts.values():
+            if part is not None:
+                which, formula, tail, T = part
                 found = found + values(which, leaves, formula, {}, tail, T)
         return found
 
@@ -140,9 +145,9 @@ def test_second_looks_at_several_temperatures() -> None:
 
     def total(leaves: Mapping[str, Tensor]) -> Tensor:
         found = (problem.student_scores(leaves) / 2.0).logsumexp(-1) ** 2
-        for _, said in parts.values():
-            if said is not None:
-                found = found + values(problem, leaves, said[0], {}, "bucket", said[1])
+        for _, part in parts.values():
+            if part is not None:
+                found = found + values(problem, leaves, part[0], {}, "bucket", part[1])
         return found
 
     want = truth(problem, total)

@@ -110,15 +110,15 @@ def test_bad_arguments(make: Any, message: str) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_divergence_that_writes_once_it_is_told_to(grad: bool) -> None:
     """What it is handed is another divergence's too."""
-    told = {"writes": False}
+    state = {"writes": False}
 
     def clipped(logp: Tensor, logq: Tensor) -> Tensor:
-        return logp.exp() * (logp - (logq.clamp_(min=-2.0) if told["writes"] else logq))
+        return logp.exp() * (logp - (logq.clamp_(min=-2.0) if state["writes"] else logq))
 
     objective = hl.Objective(a=clipped, b=tvd)
     call = lambda: objective(hl.Logits(LOGITS.clone().requires_grad_(grad)), TARGETS, teacher=DENSE)
     call()
-    told["writes"] = True
+    state["writes"] = True
     with pytest.raises(ValueError, match="logq: clipped writes into it"):
         call()
 
@@ -149,10 +149,10 @@ def test_a_plan_needs_no_numbers() -> None:
 def test_probabilities_in_place_of_their_logarithms() -> None:
     with pytest.raises(ValueError, match="teacher: all log-probabilities are above 0"):
         KD(hl.Logits(LOGITS), TARGETS, teacher=hl.Sparse(IDS, torch.rand(IDS.shape).clamp(1e-3, 1.0)))
-    padded, said = IDS.clone(), torch.rand(IDS.shape).clamp(1e-3, 1.0)
-    padded[-1], said[-1] = -1, -math.inf
+    padded, probabilities = IDS.clone(), torch.rand(IDS.shape).clamp(1e-3, 1.0)
+    padded[-1], probabilities[-1] = -1, -math.inf
     with pytest.raises(ValueError, match="teacher: all log-probabilities are above 0"):
-        KD(hl.Logits(LOGITS), TARGETS, teacher=hl.Sparse(padded, said))
+        KD(hl.Logits(LOGITS), TARGETS, teacher=hl.Sparse(padded, probabilities))
     weights = torch.full(IDS.shape, 3.0).log()  # above 1, and so no probabilities
     hl.Objective(ce=hl.Term(soft_cross_entropy, tail="none"))(
         hl.Logits(LOGITS), TARGETS, teacher=hl.Sparse(IDS, weights)

@@ -35,6 +35,6 @@ def test_budget_holds_with_a_teacher(student: str, rows: int, loss: Any) -> None
     assert seen.peak <= budget + own + workspace, f"{seen.peak / MiB:.1f} MiB"
     assert seen.largest <= max(budget, own), "neither student's nor teacher's logits exist whole"
     assert budget + workspace < 4 * rows * V, "or the bound would say nothing"
-    said = objective.explain(source, targets, teacher=teacher).bytes
-    beside = next(n for what, n in said.items() if what.startswith("teachers' logits"))
-    assert 0 < beside <= budget
+    planned = objective.explain(source, targets, teacher=teacher).bytes
+    teacher_bytes = next(n for what, n in planned.items() if what.startswith("teachers' logits"))
+    assert 0 < teacher_bytes <= budget

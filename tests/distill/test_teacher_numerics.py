@@ -177,9 +177,9 @@ def test_a_mass_that_rounds_to_one() -> None:
     student, targets = torch.randn(6, 64), torch.zeros(6, dtype=torch.long)
     for fn in (forward_kl, reverse_kl, jsd, tvd, skew_kl):
         found = []
-        for taught in (hl.Sparse(ids, logprobs), hl.Logits(teacher)):
+        for teacher_source in (hl.Sparse(ids, logprobs), hl.Logits(teacher)):
             leaf = student.clone().requires_grad_()
-            out = hl.Objective(kd=fn)(hl.Logits(leaf), targets, teacher=taught)
+            out = hl.Objective(kd=fn)(hl.Logits(leaf), targets, teacher=teacher_source)
             out.loss.backward()
             found.append((out.loss.detach(), leaf.grad))
         (value, grad), (whole, whole_grad) = found

@@ -80,7 +80,7 @@ def mixed() -> None:
         sparse = teaching.replace(problem, teacher=None, ids=ids, logprobs=logprobs)
         student, where = local(problem.student)
         assert problem.teacher is not None
-        taught = local(problem.teacher)[0].source()
+        teacher_source = local(problem.teacher)[0].source()
         objective = hl.Objective(
             ce=cross_entropy,
             a=hl.Term(reverse_kl, teacher="a", temperature=2.0),
@@ -100,7 +100,7 @@ def mixed() -> None:
 
         want = cut_truth(truth(problem, true), where)
         here = teaching.replace(problem, student=student, teacher=None)
-        teachers = {"a": taught, "b": hl.Sparse(ids, logprobs)}
+        teachers = {"a": teacher_source, "b": hl.Sparse(ids, logprobs)}
         for host_read in (True, False):
             got = run(objective, here, rows=12, teacher=teachers, host_read=host_read)
             check(*got, want, what=f"{teacher_vocab} {host_read}")
@@ -139,15 +139,15 @@ def collectives() -> None:
         ):
             here, _ = halves(make(student, teacher, (3, 5)))
             objective = hl.Objective(**terms)
-            source, taught = here.student.source(here.leaves()), here.taught()
-            plan = objective.explain(source, here.targets, teacher=taught)
+            source, teacher_source = here.student.source(here.leaves()), here.teacher_source()
+            plan = objective.explain(source, here.targets, teacher=teacher_source)
             with Calls() as calls:
-                objective(source, here.targets, teacher=taught).loss.backward()
+                objective(source, here.targets, teacher=teacher_source).loss.backward()
             assert calls.count == want, (student, teacher, calls.count)
-            said = {"all_gather": 0, "all_reduce": 0}
+            planned = {"all_gather": 0, "all_reduce": 0}
             for what, n in plan.collectives.items():
-                said["all_gather" if what.startswith("all-gather") else "all_reduce"] += n
-            assert {k: n for k, n in said.items() if n} == calls.count, (student, teacher)
+                planned["all_gather" if what.startswith("all-gather") else "all_reduce"] += n
+            assert {k: n for k, n in planned.items() if n} == calls.count, (student, teacher)
 
 
 def test_collectives(ranks: Any) -> None:
@@ -180,10 +180,10 @@ def gemms() -> None:
     here, _ = halves(make("Linear", "Linear", (20,), ignored=False))
     for loss, look in ((jsd, 1), (forward_kl, 0)):
         objective = hl.Objective(a=loss, b=lambda logprob: logprob - logprob.mean())
-        source, taught = here.student.source(here.leaves()), here.taught()
-        plan = objective.explain(source, here.targets, teacher=taught)
+        source, teacher_source = here.student.source(here.leaves()), here.teacher_source()
+        plan = objective.explain(source, here.targets, teacher=teacher_source)
         with Calls() as calls:
-            objective(source, here.targets, teacher=taught).loss.backward()
+            objective(source, here.targets, teacher=teacher_source).loss.backward()
         assert (plan.gemms, plan.teacher_gemms) == (4 + look, 2)
         assert calls.events.count("gemm") == plan.gemms + plan.teacher_gemms, calls.events
 
@@ -198,11 +198,11 @@ def chunks() -> None:
     here, _ = halves(problem)
     objective = hl.Objective(a=jsd, ce=cross_entropy)
     source = here.student.source(here.leaves(), memory=3 * 8 * 2 * 30)
-    said = objective.explain(source, here.targets, teacher=here.taught()).chunks
+    planned = objective.explain(source, here.targets, teacher=here.teacher_source()).chunks
     everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, said)
+    dist.all_gather_object(everyone, planned)
     assert everyone[0] == everyone[1] > 3
-    objective(source, here.targets, teacher=here.taught()).loss.backward()
+    objective(source, here.targets, teacher=here.teacher_source()).loss.backward()
 
 
 def test_ranks_walk_the_same_chunks(ranks: Any) -> None:

@@ -29,7 +29,7 @@ def test_through_the_module() -> None:
     want, leaves = true(problem), problem.leaves()
     head = hl.FusedLMHead(5, 23, bias=True, dtype=torch.float64, memory=3000)
     head.load_state_dict({"weight": leaves["weight"].detach(), "bias": leaves["bias"].detach()})
-    inputs = hl.Inputs(teacher=problem.taught())
+    inputs = hl.Inputs(teacher=problem.teacher_source())
     out = head(leaves["hidden"], targets=problem.targets, objective=OBJECTIVE, inputs=inputs)
     out.loss.backward()
     check(out, {"hidden": leaves["hidden"].grad, "weight": head.weight.grad, "bias": head.bias.grad}, want)
@@ -39,7 +39,7 @@ def test_through_the_module() -> None:
 def test_in_place_and_prepared(teacher: str) -> None:
     problem = make("Logits", teacher, (3, 5))
     want, leaf = true(problem), problem.leaves()["logits"]
-    out = OBJECTIVE(hl.Logits(leaf * 1, inplace=True), hl.prepare(problem.targets), teacher=problem.taught())
+    out = OBJECTIVE(hl.Logits(leaf * 1, inplace=True), hl.prepare(problem.targets), teacher=problem.teacher_source())
     out.loss.backward()
     valid = problem.targets != -100
     close(out.loss.detach(), want[0])
@@ -70,11 +70,11 @@ def test_half_precision(dtype: torch.dtype, teacher: str) -> None:
     for cast in (False, True):
         leaves = problem.leaves(torch.float32 if cast else dtype)
         with torch.autocast("cpu", dtype, enabled=cast):
-            said = problem.student.source(leaves, memory=teaching.budget(problem, 2))
-            taught = ids.get("teacher") or problem.teacher.source(
+            source = problem.student.source(leaves, memory=teaching.budget(problem, 2))
+            teacher_source = ids.get("teacher") or problem.teacher.source(
                 {n: x.float() for n, x in problem.teacher.tensors.items()}
             )
-            out = OBJECTIVE(said, problem.targets, teacher=taught)
+            out = OBJECTIVE(source, problem.targets, teacher=teacher_source)
         (2 * out.loss).backward()
         assert out.loss.dtype == torch.float32
         assert abs(float(out.loss.detach()) - float(want[0])) < loose * max(1.0, float(want[0]))
@@ -83,7 +83,7 @@ def test_half_precision(dtype: torch.dtype, teacher: str) -> None:
 
 
 def test_segments_and_reductions_with_a_teacher() -> None:
-    """A divergence is a loss like any other: reduced over segments, with a row weight, beside a sequence loss."""
+    """A divergence is a loss like any other: reduced over segments, with a row weight, next to a sequence loss."""
     problem = make("Linear", "Linear", (3, 5))
     weight = torch.rand(3, 5, dtype=torch.float64)
     objective = hl.Objective(kd=hl.Term(jsd, reduction="seq_mean_token_mean", row_weight="w"), ce=cross_entropy)

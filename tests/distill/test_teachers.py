@@ -63,7 +63,7 @@ def test_dense_facts(student: str, rows: int | None, host_read: bool) -> None:
     leaves = problem.leaves()
     source = problem.student.source(leaves, **({} if rows is None else {"memory": teaching.budget(problem, rows)}))
     wanted = [*DENSE, ("teacher_cross_entropy", 2.0), ("reverse_cross_entropy", 2.0), "entropy"]
-    facts = hl.row_facts(source, problem.targets, want=wanted, teacher=problem.taught(), host_read=host_read)
+    facts = hl.row_facts(source, problem.targets, want=wanted, teacher=problem.teacher_source(), host_read=host_read)
 
     def true(leaves: Mapping[str, Tensor]) -> dict[Any, Tensor]:
         found: dict[Any, Tensor] = {}
@@ -98,7 +98,7 @@ def test_sparse_facts(host_read: bool) -> None:
     wanted = ("ids_logprob", "tail_logprob", ("tail_logprob", 3.0))
     leaves = problem.leaves()
     source = problem.student.source(leaves)
-    facts = hl.row_facts(source, problem.targets, want=wanted, teacher=problem.taught(), host_read=host_read)
+    facts = hl.row_facts(source, problem.targets, want=wanted, teacher=problem.teacher_source(), host_read=host_read)
     assert facts.ids_logprob.shape == (3, 5, 6) and facts.tail_logprob.shape == (3, 5)
     none = (problem.ids < 0) & (problem.targets != -100)[..., None]
     assert (facts.ids_logprob[none] == -torch.inf).all(), "padding"
@@ -131,7 +131,7 @@ def test_gradcheck(teacher: str, softcap: float | None) -> None:
 
     def facts(*tensors: Tensor) -> tuple[Tensor, ...]:
         source = problem.student.source(dict(zip(problem.student.tensors, tensors)), memory=200)
-        found = hl.row_facts(source, problem.targets, want=wanted, teacher=problem.taught())
+        found = hl.row_facts(source, problem.targets, want=wanted, teacher=problem.teacher_source())
         return tuple(torch.where(x > -torch.inf, x, 0.0) for x in found.values())
 
     assert torch.autograd.gradcheck(facts, tuple(problem.leaves().values()))
@@ -154,7 +154,7 @@ def test_a_fact_and_the_loss_pull_together() -> None:
     want = torch.autograd.grad(2 * loss + (fact**2).sum(), list(leaves.values()), retain_graph=True)
     alone = torch.autograd.grad(loss, list(leaves.values()))
     leaves = problem.leaves()
-    out = objective(problem.student.source(leaves, memory=2000), problem.targets, teacher=problem.taught())
+    out = objective(problem.student.source(leaves, memory=2000), problem.targets, teacher=problem.teacher_source())
     inputs = list(leaves.values())
     got = torch.autograd.grad(
         2 * out.loss + (out.facts["teacher_cross_entropy", 2.0] ** 2).sum(), inputs, retain_graph=True
@@ -220,7 +220,7 @@ def test_one_function_at_several_temperatures(student: str, rows: int | None) ->
     plan = objective.explain(
         problem.student.source(**({} if rows is None else {"memory": teaching.budget(problem, rows)})),
         problem.targets,
-        teacher=problem.taught(),
+        teacher=problem.teacher_source(),
     )
     assert calls["sums"] == plan.chunks and plan.forward_sweeps == 1
 
@@ -242,19 +242,19 @@ def test_one_sweep_of_the_student(teacher: str) -> None:
     for rows in (3, 1000):
         memory = teaching.budget(problem, rows)
         flops = []
-        for objective, said in ((alone, None), (mix, problem.taught())):
+        for objective, source_t in ((alone, None), (mix, problem.teacher_source())):
             source = problem.student.source(problem.leaves(), memory=memory)
             with counted("sums", "divergence_pass") as calls, FlopCounterMode(display=False) as counter:
-                objective(source, problem.targets, teacher=said).loss.backward()
+                objective(source, problem.targets, teacher=source_t).loss.backward()
             flops.append(counter.get_total_flops())
-            plan = objective.explain(source, problem.targets, teacher=said)
+            plan = objective.explain(source, problem.targets, teacher=source_t)
             assert calls == {"sums": plan.chunks, "divergence_pass": 0}
             assert (plan.forward_sweeps, plan.sweeps, plan.gemms) == (1, 2, 3)
             assert "2 passes over the vocabulary (1 without grad)" in str(plan)
         theirs = 2 * N * V * 4 if teacher == "Linear" else 0  # one GEMM of the teacher's own
         assert flops == [3 * once, 3 * once + theirs]
         with torch.no_grad(), counted("sums", "divergence_pass") as calls:
-            mix(problem.student.source(memory=memory), problem.targets, teacher=problem.taught())
+            mix(problem.student.source(memory=memory), problem.targets, teacher=problem.teacher_source())
         assert calls["divergence_pass"] == 0
 
 
@@ -265,8 +265,8 @@ def test_the_second_look_is_counted() -> None:
         objective = hl.Objective(**terms)
         source = problem.student.source(problem.leaves(), memory=teaching.budget(problem, 9))
         with counted("sums", "divergence_pass") as calls, FlopCounterMode(display=False) as counter:
-            objective(source, problem.targets, teacher=problem.taught()).loss.backward()
-        plan = objective.explain(source, problem.targets, teacher=problem.taught())
+            objective(source, problem.targets, teacher=problem.teacher_source()).loss.backward()
+        plan = objective.explain(source, problem.targets, teacher=problem.teacher_source())
         assert plan.chunks == 5 and calls == {"sums": 5, "divergence_pass": 5 * divergences}
         assert counter.get_total_flops() == 3 * 2 * 40 * 23 * 5 + 2 * 40 * 23 * 4
         assert ("read twice for a divergence" in plan.grade) == bool(divergences)
@@ -316,7 +316,7 @@ def test_named_teachers() -> None:
     def true(leaves: Mapping[str, Tensor]) -> Tensor:
         return values(one, leaves, teaching.forward_kl, {}) + 0.5 * values(two, leaves, teaching.forward_kl, {})
 
-    teachers = {"one": one.taught(), "two of them": two.taught()}
+    teachers = {"one": one.teacher_source(), "two of them": two.teacher_source()}
     out, grads = run(objective, one, teacher=teachers)
     check(out, grads, truth(one, true))
     for name, problem in (("one", one), ("two of them", two)):  # the record keeps them apart
@@ -345,7 +345,10 @@ def test_several_sparse_teachers_on_their_ids_alone() -> None:
 
         for host_read in (True, False):
             got = run(
-                objective, problem, teacher={"a of x": problem.taught(), "b": other.taught()}, host_read=host_read
+                objective,
+                problem,
+                teacher={"a of x": problem.teacher_source(), "b": other.teacher_source()},
+                host_read=host_read,
             )
             check(*got, truth(problem, true))
 
@@ -366,7 +369,7 @@ def test_renormalise_needs_no_full_gemm() -> None:
         run(objective, problem)
     assert calls == {"sums": 0, "pull": 0}
     assert counter.get_total_flops() <= 3 * 2 * 40 * K * D, "K products a row, not V"
-    plan = objective.explain(problem.student.source(), problem.targets, teacher=problem.taught())
+    plan = objective.explain(problem.student.source(), problem.targets, teacher=problem.teacher_source())
     assert plan.gemms == 0 and plan.sweeps == 0 and "no full GEMM" in plan.grade
     mixed = hl.Objective(kd=hl.Term(forward_kl, tail="renormalise"), ce=cross_entropy)
 
@@ -375,7 +378,7 @@ def test_renormalise_needs_no_full_gemm() -> None:
         return ce + values(problem, leaves, teaching.forward_kl, {}, "renormalise")
 
     check(*run(mixed, problem, rows=7), truth(problem, true))
-    assert mixed.explain(problem.student.source(), problem.targets, teacher=problem.taught()).gemms == 3
+    assert mixed.explain(problem.student.source(), problem.targets, teacher=problem.teacher_source()).gemms == 3
 
 
 @pytest.mark.parametrize("student", ["Logits", "Linear"])
@@ -490,10 +493,12 @@ def test_without_gradients() -> None:
         )
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
-                out = objective(problem.student.source(memory=3000), problem.targets, teacher=problem.taught())
+                out = objective(problem.student.source(memory=3000), problem.targets, teacher=problem.teacher_source())
                 close(out.loss, want[0])
                 assert not out.loss.requires_grad
-                out = objective.forward_backward(problem.student.source(), problem.targets, teacher=problem.taught())
+                out = objective.forward_backward(
+                    problem.student.source(), problem.targets, teacher=problem.teacher_source()
+                )
                 for name, g in want[1].items():
                     close(getattr(out.grads, name), g, what=f"{mode.__name__} {name}")
 
@@ -548,11 +553,11 @@ def test_repeated_ids_without_padding(tail: str) -> None:
     """An id that a row names twice has the sum of its probabilities, wherever the row names it."""
     torch.manual_seed(0)
     logits, ids = torch.randn(4, 9, dtype=torch.float64).requires_grad_(), torch.tensor([[3, 5, 3], [1, 2, 4]] * 2)
-    said = torch.tensor([[0.2, 0.3, 0.1]] * 4, dtype=torch.float64).log()
-    once, of_once = ids.clone(), said.clone()
+    logprobs = torch.tensor([[0.2, 0.3, 0.1]] * 4, dtype=torch.float64).log()
+    once, of_once = ids.clone(), logprobs.clone()
     once[::2, 2], of_once[::2, 0], of_once[::2, 2] = -1, math.log(0.3), -math.inf
     term = hl.Objective(kd=hl.Term(forward_kl, tail=tail))
-    found = [term(hl.Logits(logits), teacher=hl.Sparse(*x)).loss for x in ((ids, said), (once, of_once))]
+    found = [term(hl.Logits(logits), teacher=hl.Sparse(*x)).loss for x in ((ids, logprobs), (once, of_once))]
     grads = [torch.autograd.grad(x, logits)[0] for x in found]
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)

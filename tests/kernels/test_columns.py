@@ -44,10 +44,10 @@ def test_compiles_for_hopper_without_spills(tmp_path):
         )  # fmt: skip
         path = tmp_path / "kernel.cubin"
         path.write_bytes(built.asm["cubin"])
-        told = subprocess.run(
+        found = subprocess.run(
             [BIN / "cuobjdump", "-res-usage", path], capture_output=True, text=True, check=True
         ).stdout
-        assert "STACK:0" in told and "LOCAL:0" in told, told
+        assert "STACK:0" in found and "LOCAL:0" in found, found
         assert "ld.global.v4" in built.asm["ptx"]
 
 
@@ -65,8 +65,8 @@ def test_rows_at_some_tokens_and_their_log_sums(V, stride, scale, softcap, monke
     ids, T = torch.randperm(V, generator=generator)[:21], torch.rand(5, generator=generator) + 0.5
     want, got = torch.empty(2, 5, 21)
     for temperatures in ((), (2.0, T)):
-        told = columns.take(raw, ids, got, temperatures, scale, softcap)
-        for x, y in zip(told, plain.take(raw, ids, want, temperatures, scale, softcap), strict=True):
+        found = columns.take(raw, ids, got, temperatures, scale, softcap)
+        for x, y in zip(found, plain.take(raw, ids, want, temperatures, scale, softcap), strict=True):
             torch.testing.assert_close(x, y)
         assert torch.equal(got, want) and torch.equal(want, raw[:, ids])
 
@@ -151,9 +151,9 @@ def test_an_objective(how):
         memory = {"inside": 400, "dropped": 400, "both": 1 << 20}.get(how, 1200) * dtype.itemsize // 4
         source = hl.Linear(*leaves, softcap=5.0, memory=memory)
         if backend == "triton":
-            told = objective.explain(source, targets, **call).launches
+            launches = objective.explain(source, targets, **call).launches
             inside = {"inside": "one launch per chunk", "segments": "one that settles", "both": "one launch per chunk"}
-            assert inside.get(how, "each row keeps some columns") in told or how == "dropped"
+            assert inside.get(how, "each row keeps some columns") in launches or how == "dropped"
         out = objective(source, targets, **call)
         numbers = [out.loss.detach(), *(torch.as_tensor(float(m)) for m in out.metrics.values())]
         if backend == "triton" and how == "both":

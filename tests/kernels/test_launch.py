@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from triton import knobs
 
 import headloss.backends.triton.launch as launch_module
-from headloss.backends.triton.launch import OPTIONS, Launch, look
+from headloss.backends.triton.launch import OPTIONS, Launch, append_kinds
 from headloss.engine.heads import on_source_device
 
 
@@ -120,7 +120,7 @@ def test_a_kernel_runs_on_the_device_of_its_tensors(log, monkeypatch):
         monkeypatch.setattr(launch_module, "place", lambda x, where=where: where)
         launch = Launch(Kernel(log), {"A": 1, "B": 2})
         launch(1, torch.zeros(4), 5, ())
-        assert len(log) == i + 1 and [*launch.known] == [(next(iter(launch.known))[0], where)]
+        assert len(log) == i + 1 and [*launch.compiled] == [(next(iter(launch.compiled))[0], where)]
     assert entered == [1, "left"]
 
 
@@ -162,7 +162,7 @@ def test_what_compiles_nothing_is_called_each_time():
     launch = Launch(Kernel(log), {"A": 1, "B": 2})
     for _ in range(2):
         launch(1, torch.zeros(4), 5, ())
-    assert [entry[0] for entry in log] == ["kernel", "kernel"] and not launch.known
+    assert [entry[0] for entry in log] == ["kernel", "kernel"] and not launch.compiled
 
 
 def test_equal_kinds_are_one_kernel_for_triton():
@@ -190,7 +190,7 @@ def test_equal_kinds_are_one_kernel_for_triton():
         constants = dict.fromkeys(kernel.arg_names[len(sets) :], 8)
         seen = {}
         for arguments in itertools.product(*sets):
-            look(arguments, key := [])
+            append_kinds(arguments, key := [])
             ours = tuple(key)
             theirs = str(bind(*arguments, **constants)[1])
             assert seen.setdefault(ours, theirs) == theirs, (ours, arguments)
@@ -260,7 +260,7 @@ HOPPER = {
     "totals, one term": lambda v: (v._totals(3, (-1,)), {"weights": ("fp32",)}),
     "totals, five terms": lambda v: (v._totals(3, ((0, torch.float32, True),) * 5), {"weights": ("*fp32",) * 5}),
     "targets": lambda v: (v._COUNT, COUNTED),
-    "targets and segments": lambda v: (v._COUNT_BOTH, {**COUNTED, "ids": "*i64", "held": "*i64"}),
+    "targets and segments": lambda v: (v._COUNT_BOTH, {**COUNTED, "ids": "*i64", "live_ids": "*i64"}),
 }
 
 

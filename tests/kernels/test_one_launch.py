@@ -299,7 +299,7 @@ def test_while_a_graph_is_captured_metrics_are_part_of_it(monkeypatch):
         for module in (one_launch, hl.metrics):
             monkeypatch.setattr(module, "is_capturing", lambda captured=captured: captured)
         metric = mix("triton")(source, batch.targets, **batch.inputs).metrics["entropy"]
-        assert isinstance(metric._parts[0], hl.metrics.Batch) and (metric._parts[0].found is not None) == captured
+        assert isinstance(metric._parts[0], hl.metrics.Batch) and (metric._parts[0].held is None) == captured
 
 
 @inside
@@ -352,9 +352,9 @@ def test_few_rows_with_a_teacher_take_one_launch(loss, monkeypatch):
     monkeypatch.setattr(visit, "takes_one_launch", lambda C, V: False)
     logits, targets = torch.randn(5, 11), torch.arange(5)
     terms = {"ce": hl.losses.cross_entropy, "kd": hl.losses.LOSSES[loss]}
-    taught = hl.Objective(**terms, backend="triton").explain(hl.Logits(logits), targets, teacher=hl.Logits(logits))
+    distilled = hl.Objective(**terms, backend="triton").explain(hl.Logits(logits), targets, teacher=hl.Logits(logits))
     alone = hl.Objective(ce=hl.losses.cross_entropy, backend="triton").explain(hl.Logits(logits), targets)
-    assert taught.launches == "one launch per chunk: the loss runs inside the sweep" != alone.launches
+    assert distilled.launches == "one launch per chunk: the loss runs inside the sweep" != alone.launches
     assert "so few rows" in alone.launches
 
 

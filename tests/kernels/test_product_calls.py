@@ -34,7 +34,7 @@ def pretend(monkeypatch):
     monkeypatch.setattr(product, "SMALLEST", 0)
     settle = import_module("headloss.backends.triton.settle")
     monkeypatch.setattr(settle, "BLOCK", 4)
-    monkeypatch.setattr(settle, "_plan", settle.by_identity(settle._plan.__wrapped__))  # which knows no plan yet
+    monkeypatch.setattr(settle, "_spec_of", settle.by_identity(settle._spec_of.__wrapped__))  # which knows no plan yet
 
 
 @pytest.fixture

@@ -61,9 +61,9 @@ def test_not_above_eagers_error(name, memory):
 
     head = lambda h, w: hl.Linear(h, w, memory=memory)
     objective, loss, *grads = run("triton", torch.bfloat16, head)
-    told = str(objective.explain(head(hidden, weight), targets, **inputs, **more))
+    plan = str(objective.explain(head(hidden, weight), targets, **inputs, **more))
     if not ("segments" in name and memory == "24MiB"):
-        assert "the head's own" in told, told
+        assert "the head's own" in plan, plan
     _, true, *exact = run("torch", torch.float64, head)
     _, _, *eager = run("torch", torch.bfloat16, lambda h, w: hl.Logits(h @ w.t()))
     torch.testing.assert_close(loss, true, rtol=1e-4, atol=1e-5)

@@ -38,9 +38,9 @@ def with_agreement(teacher_cross_entropy, teacher_argmax, argmax):
 
 
 @pytest.mark.skipif(INSIDE, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(("ranks", "taught"), [(1, 0), (8, 0), (1, 1), (1, 2)])
+@pytest.mark.parametrize(("ranks", "teacher_count"), [(1, 0), (8, 0), (1, 1), (1, 2)])
 @pytest.mark.parametrize("how", [(False, False), (True, True), (False, True)])
-def test_compiles_for_hopper_without_spills(how, ranks, taught, tmp_path):
+def test_compiles_for_hopper_without_spills(how, ranks, teacher_count, tmp_path):
     from test_triton_compile import ROWS, TARGETS, Built, empty
 
     from headloss.backends.triton import settle
@@ -51,9 +51,9 @@ def test_compiles_for_hopper_without_spills(how, ranks, taught, tmp_path):
     shapes = {n: Shape("row", torch.float32, ()) for n in ("advantage", "old_logprob", "ref_logprob")}
     shapes["desirable"] = Shape("segment", torch.bool, ())
     terms = {"rl": gspo, "kto": kto, "ce": cross_entropy}
-    terms |= {"kd": hl.Term(reverse_kl, teacher="a")} if taught else {}
-    terms |= {"j": hl.Term(jsd, teacher="b"), "same": hl.Term(with_agreement, teacher="b")} if taught > 1 else {}
-    teachers = {name: hl.Logits(empty(ROWS, 8)) for name in "ab"[:taught]}
+    terms |= {"kd": hl.Term(reverse_kl, teacher="a")} if teacher_count else {}
+    terms |= {"j": hl.Term(jsd, teacher="b"), "same": hl.Term(with_agreement, teacher="b")} if teacher_count > 1 else {}
+    teachers = {name: hl.Logits(empty(ROWS, 8)) for name in "ab"[:teacher_count]}
     terms = {n: x if isinstance(x, hl.Term) else hl.Term(x) for n, x in terms.items()}
     calls = {n: term.call(None, teachers) for n, term in terms.items()}
     own = lambda call: {n: x for n, x in shapes.items() if n in call.input_names}
@@ -67,10 +67,10 @@ def test_compiles_for_hopper_without_spills(how, ranks, taught, tmp_path):
     spans = settle.Spans(empty(9, kind=torch.int64), empty(ROWS, kind=torch.int64) if ordered else None)
     how = {"vocab": 1000, "device": TARGETS.device, "ignore": ignore, "ranks": ranks}
     call = settle.Settling(program, spans, weights, TARGETS, ROWS, [1.0], **how)
-    said = Built(lambda: call.settle(empty(ranks, 12, ROWS) if ranks > 1 else empty(12, ROWS))).dump(
+    resources = Built(lambda: call.settle(empty(ranks, 12, ROWS) if ranks > 1 else empty(12, ROWS))).dump(
         "--dump-resource-usage", tmp_path
     )
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", resources)
     assert usage is not None and int(usage[2]) == 0, usage
 
 
@@ -80,7 +80,9 @@ def _short_blocks(monkeypatch):
     if INSIDE:
         settle = import_module("headloss.backends.triton.settle")
         monkeypatch.setattr(settle, "BLOCK", 4)
-        monkeypatch.setattr(settle, "_plan", settle.by_identity(settle._plan.__wrapped__))  # which knows no plan yet
+        monkeypatch.setattr(
+            settle, "_spec_of", settle.by_identity(settle._spec_of.__wrapped__)
+        )  # which knows no plan yet
 
 
 def in_float32(problem):
@@ -256,9 +258,9 @@ def test_reasons():
     )
     whole = hl.Logits(problem.tensors["logits"].float())
     named = hl.Sparse(torch.arange(3).expand(11, 3), torch.full((11, 3), -2.0))
-    taught = hl.Objective(rl=gspo, kd=forward_kl, backend="triton")
+    teacher_count = hl.Objective(rl=gspo, kd=forward_kl, backend="triton")
     why = "(a teacher of some ids, or of a larger vocabulary, is settled in the sweep or apart)"
-    assert explain(taught, whole, teacher=named).endswith(why)
+    assert explain(teacher_count, whole, teacher=named).endswith(why)
 
     def lengthy(logprob, segments):
         return logprob - segments.mean(logprob), {"long": segments.spread((segments.counts > 2).double())}
@@ -452,7 +454,7 @@ def agreed(argmax, teacher_argmax):
     return (argmax == teacher_argmax).float()
 
 
-TAUGHT = {
+WITH_TEACHER = {
     "f": forward_kl,
     "r": hl.Term(reverse_kl, temperature=2.0, weight=0.3),
     "e": hl.Term(entropy_gap, weight=0.2),
@@ -477,7 +479,7 @@ def test_a_dense_teacher(kind, meet, how, monkeypatch):
     names = oracle.inputs_of(gspo) if meet else ()
     problem = in_float32(oracle.make(kind, (17,), vocab=41, inputs=names, teacher=True))
     problem = oracle.replace(problem, teacher=problem.teacher.float().double())
-    objective = hl.Objective(**TAUGHT, **more, metrics=["entropy", agreed], backend="triton")
+    objective = hl.Objective(**WITH_TEACHER, **more, metrics=["entropy", agreed], backend="triton")
     assert (launches(objective, problem) == SETTLES) == meet
     want, memory = oracle.answer(objective, problem), problem.budget(12, itemsize=4) if kind == "Linear" else None
     for _ in range(2):
@@ -530,7 +532,7 @@ def test_a_teachers_head(meet, monkeypatch):
         teacher = hl.Linear(hidden.to(dtype), weight.to(dtype), memory=4 * 41 * 5, temperature=0.7)
         leaves = problem.leaves(dtype)
         call = {"segments": problem.segments, "teacher": teacher, **problem.inputs}
-        out = hl.Objective(**TAUGHT, **more, backend=backend)(problem.source(leaves), problem.targets, **call)
+        out = hl.Objective(**WITH_TEACHER, **more, backend=backend)(problem.source(leaves), problem.targets, **call)
         (2 * out.loss + out.facts.logprob.sum()).backward(retain_graph=True)
         out.loss.backward()
         found.append((out.loss.detach().double(), leaves["logits"].grad.double()))
@@ -564,11 +566,11 @@ def test_several_teachers(kind, meet, columns, monkeypatch):
     more = {"rl": hl.Term(gspo, reduction="seq_mean_token_mean")} if meet else {}
     names = oracle.inputs_of(gspo) if meet else ()
     problem = in_float32(oracle.make(kind, (10,), vocab=41, inputs=names, ignored=0.3))
-    said = {name: 2 * torch.randn(10, width) for name, width in zip("ab", columns, strict=True)}
+    logits_t = {name: 2 * torch.randn(10, width) for name, width in zip("ab", columns, strict=True)}
     found, launched = [], []
     for backend, dtype in (("torch", torch.float64), ("triton", torch.float32), ("triton", torch.float32)):
         seen.clear()
-        teachers = {name: hl.Logits(x.to(dtype), temperature=1.3) for name, x in said.items()}
+        teachers = {name: hl.Logits(x.to(dtype), temperature=1.3) for name, x in logits_t.items()}
         leaves = problem.leaves(dtype)
         memory = {"memory": problem.budget(6, itemsize=4)} if kind == "Linear" else {}
         call = {"segments": problem.segments if meet else None, "teacher": teachers, **problem.inputs}

@@ -11,7 +11,7 @@ import headloss as hl
 from headloss.losses import cross_entropy, forward_kl, jsd, reverse_kl
 
 pytest.importorskip("triton")
-from test_taught import DIVERGENCES, Batch, agreement, both, mix
+from test_visit_teachers import DIVERGENCES, Batch, agreement, both, mix
 
 from headloss.backends.triton import visit as one
 
@@ -22,11 +22,11 @@ SMALL = one.Shape(1, 1, span=2)  # 256 columns of float32 a program, or 512 of b
 @pytest.fixture
 def parts(monkeypatch):
     """How many programs shared a row, for each visit; each has two blocks."""
-    monkeypatch.setattr(one, "TAUGHT_SHARED", ((64, SMALL), (64, SMALL)))
+    monkeypatch.setattr(one, "SHARED_WITH_TEACHER", ((64, SMALL), (64, SMALL)))
     monkeypatch.setattr(one, "multiprocessors", lambda device: 64)
-    found, fire = [], one.fire
-    note = lambda plan, kernel, *more: (found.append(kernel.constants["F"].PARTS), fire(plan, kernel, *more))[1]
-    monkeypatch.setattr(one, "fire", note)
+    found, launch_visit = [], one.launch_visit
+    note = lambda plan, kernel, *more: (found.append(kernel.constants["F"].PARTS), launch_visit(plan, kernel, *more))[1]
+    monkeypatch.setattr(one, "launch_visit", note)
     return found
 
 
@@ -53,7 +53,7 @@ def test_a_mix(parts):
 def test_the_first_of_equal_columns(parts):
     batch = Batch(v=656)
     for row, columns in enumerate([(5, 6), (5, 300), (3, 9), (255, 256), (640, 655), (511, 512), (0, 655)]):
-        batch.logits[row, list(columns)] = batch.said[row, list(columns)] = 30.0
+        batch.logits[row, list(columns)] = batch.teacher_logits[row, list(columns)] = 30.0
         batch.targets[row] = columns[0]
     batch.targets[2] = -100
     found = both(batch, {"ce": cross_entropy, "kd": forward_kl}, metrics=["accuracy", agreement])
@@ -66,8 +66,12 @@ def test_columns_that_are_ruled_out(parts, name):
     """By either, in a part, in all of them but one, or in a whole row of the teacher's."""
     batch = Batch(v=664)
     batch.logits[0, :400], batch.logits[1, 300:], batch.logits[3, 250:260] = -math.inf, -math.inf, -math.inf
-    batch.said[4, 40:], batch.said[5, :600], batch.said[1, 290:310] = -math.inf, -math.inf, -math.inf
-    batch.logits[6, 600], batch.said[6, 10] = 9e3, 2e4
+    batch.teacher_logits[4, 40:], batch.teacher_logits[5, :600], batch.teacher_logits[1, 290:310] = (
+        -math.inf,
+        -math.inf,
+        -math.inf,
+    )
+    batch.logits[6, 600], batch.teacher_logits[6, 10] = 9e3, 2e4
     batch.targets[:2] = torch.tensor([500, 8])
     both(batch, {"kd": DIVERGENCES[name], "ce": cross_entropy})
     assert parts == [3]
@@ -76,7 +80,7 @@ def test_columns_that_are_ruled_out(parts, name):
 @inside
 def test_a_teacher_with_more_columns(parts):
     batch = Batch(v=672)
-    batch.said = torch.cat([batch.said, 2 * batch.said[:, :96]], 1)
+    batch.teacher_logits = torch.cat([batch.teacher_logits, 2 * batch.teacher_logits[:, :96]], 1)
     both(batch, {"kd": forward_kl, "j": jsd})
     assert parts == [3]
 
@@ -86,15 +90,15 @@ def test_rows_that_are_not_shared(parts):
     """Another dtype, rows that start elsewhere, a softcap; and where nothing is written."""
     batch = Batch(v=680)
     plain, wide = {"kd": reverse_kl}, torch.zeros(7, 681)
-    wide[:, 1:] = batch.said
+    wide[:, 1:] = batch.teacher_logits
     for teacher in (
-        hl.Logits(batch.said), hl.Logits(batch.said.double().bfloat16()), hl.Logits(wide[:, 1:]),
-        hl.Logits(batch.said, softcap=30.0),
+        hl.Logits(batch.teacher_logits), hl.Logits(batch.teacher_logits.double().bfloat16()), hl.Logits(wide[:, 1:]),
+        hl.Logits(batch.teacher_logits, softcap=30.0),
     ):  # fmt: skip
         objective = hl.Objective(**plain, backend="triton")
         objective(hl.Logits(batch.logits.clone().requires_grad_()), batch.targets, teacher=teacher).loss.backward()
     with torch.no_grad():
-        objective(hl.Logits(batch.logits), batch.targets, teacher=hl.Logits(batch.said))
+        objective(hl.Logits(batch.logits), batch.targets, teacher=hl.Logits(batch.teacher_logits))
     assert parts == [3, 0, 0, 0, 0]
 
 
@@ -104,7 +108,7 @@ def test_which_rows_are_shared():
     plan = lambda divergence=None, T=1: SimpleNamespace(
         heavy=False, program=teacher, divergence=divergence, flags={"DENSE": True, "A": (True,) * T}
     )
-    (least, shape), (rest_least, rest) = one.TAUGHT_SHARED
+    (least, shape), (rest_least, rest) = one.SHARED_WITH_TEACHER
     size = 2 * 128256
     assert one.shape_of(plan(), size, most=33) == shape
     assert one.shape_of(plan(object()), size, most=33) == one.shape_of(plan(T=2), size, most=33) == rest

@@ -426,6 +426,6 @@ def test_row_facts_of_half_precision_and_float64():
 def test_where_no_fact_is_wanted_nothing_is_launched(monkeypatch):
     """As over a vocabulary shard with every term off: the collective is there, and it carries no sums."""
     backend = import_module("headloss.backends.triton.sweeps")
-    monkeypatch.setattr(backend, "fire_sums", lambda *_: pytest.fail("a sweep that nobody reads"))
+    monkeypatch.setattr(backend, "launch_sums", lambda *_: pytest.fail("a sweep that nobody reads"))
     found = backend.sums(torch.randn(5, 40), None, Want([]), [])
     assert torch.equal(found.max, torch.full((5,), -math.inf)) and not found.moments

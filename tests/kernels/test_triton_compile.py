@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 backend = import_module("headloss.backends.triton.sweeps")
 tiles = import_module("headloss.backends.triton.tiles")
 launches = import_module("headloss.backends.triton.launch")
-beside = import_module("headloss.backends.triton.teachers")
+teacher_sweeps = import_module("headloss.backends.triton.teachers")
 second_read = import_module("headloss.backends.triton.second_read")
 teacher_pulls = import_module("headloss.backends.triton.teacher_pulls")
 tops = import_module("headloss.backends.triton.top")
@@ -73,7 +73,7 @@ class Built:
         seen = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launches.Launch, "run", lambda launch, *call: seen.append((launch, call[-1])))
-            for module in (backend, beside):
+            for module in (backend, teacher_sweeps):
                 patch.setattr(module, "chains", lambda device: tiles.CHAINS)
             call()
         launch, given = (
@@ -166,7 +166,7 @@ def loops(code):
                 yield body
 
 
-# ---------------------------------------------------------------- beside teachers
+# ---------------------------------------------------------------- with teachers
 
 PLAIN = tiles.Transform(1.0, None)
 COMPARED = ("teacher_cross_entropy", "reverse_cross_entropy", "teacher_entropy", "shared_entropy", "teacher_argmax")
@@ -178,9 +178,12 @@ def chunk(V, dtype="bf16", scale=1.0, softcap=None, temperatures=1):
 
 def dense(*names, V=128256, dtype="bf16", teacher="bf16", temperatures=(None,), own=(), which=0, **how):
     want = Want([*(Fact(name, T, "t") for name in names for T in temperatures), *own])
-    raw, told = empty(ROWS, V, kind=dtype), chunk(V, teacher, temperatures=len(want.temperatures_of("t")), **how)
+    raw, teacher_chunk = (
+        empty(ROWS, V, kind=dtype),
+        chunk(V, teacher, temperatures=len(want.temperatures_of("t")), **how),
+    )
     given = [1.0] * len(want.temperatures)
-    return Built(lambda: beside.sums(raw, TARGETS, want, given, teachers=[told], **how), which)
+    return Built(lambda: teacher_sweeps.sums(raw, TARGETS, want, given, teachers=[teacher_chunk], **how), which)
 
 
 def divergence_sums(*elements):
@@ -191,53 +194,55 @@ def divergence_sums(*elements):
     return Built(lambda: second_read.divergence_pass(*call))
 
 
-def taught_pull(names="", own="", *, element=None, dtype="bf16", teachers=1):
+def teacher_pull(names="", own="", *, element=None, dtype="bf16", teachers=1):
     """Dense teachers' pulls, and the student's."""
     some = lambda letters, those: [empty(ROWS) if x in those else None for x in letters]
     divergences = (DivergencePull(element, empty(ROWS), empty(ROWS)),) if element else ()
     numbers = (empty(ROWS), empty(ROWS), (empty(ROWS),), (empty(ROWS),), (1.0,))
-    met = teacher_pulls.Met(chunk(128256, dtype), *numbers, (DensePull(*some("ABCD", names), divergences=divergences),))
+    entry = teacher_pulls.DenseEntry(
+        chunk(128256, dtype), *numbers, (DensePull(*some("ABCD", names), divergences=divergences),)
+    )
     entries = [teacher_pulls.Entry(1.0, empty(ROWS), empty(ROWS), Pull(*some("ABECY", own)))] if own else []
     raw = empty(ROWS, 128256, kind=dtype)
-    return Built(lambda: teacher_pulls._write(raw, TARGETS, raw, entries, [met] * teachers, PLAIN, 0, None))
+    return Built(lambda: teacher_pulls._write(raw, TARGETS, raw, entries, [entry] * teachers, PLAIN, 0, None))
 
 
 def sparse(which):
-    """A sweep beside ids, and the pull at them."""
-    raw, told = empty(ROWS, 128256, kind="bf16"), SparseChunk(empty(ROWS, 64, kind=torch.int64))
+    """A sweep with ids, and the pull at them."""
+    raw, teacher_chunk = empty(ROWS, 128256, kind="bf16"), SparseChunk(empty(ROWS, 64, kind=torch.int64))
     keys = (1.0, 2.0)
     want = Want([Fact(name, T, "s") for name in ("ids_logprob", "tail_logprob") for T in keys])
 
     def call():
         checked = (empty(2, kind=torch.int64), 128256)
-        beside.merge_repeated(told.ids_CK, empty(ROWS, 64), empty(ROWS, kind=torch.bool), checked)
-        beside.sums(raw, TARGETS, want, keys, teachers=[told])
+        teacher_sweeps.merge_repeated(teacher_chunk.ids_CK, empty(ROWS, 64), empty(ROWS, kind=torch.bool), checked)
+        teacher_sweeps.sums(raw, TARGETS, want, keys, teachers=[teacher_chunk])
         softmax = Softmax(empty(ROWS), (empty(ROWS),) * 2, (SparseSoftmax(empty(ROWS), (empty(ROWS),) * 2),))
         pulled = [Pull(empty(ROWS), None, None, None, None)] * 2
         at_ids = [SparsePull(empty(ROWS, 64), empty(ROWS))] * 2
-        told_at = {"teachers": [told], "teacher_pulls": [at_ids], "teacher_temperatures": [keys]}
-        teacher_pulls.pull(raw, TARGETS, softmax, pulled, keys, raw, **told_at)
+        pulled_at = {"teachers": [teacher_chunk], "teacher_pulls": [at_ids], "teacher_temperatures": [keys]}
+        teacher_pulls.pull(raw, TARGETS, softmax, pulled, keys, raw, **pulled_at)
 
     return Built(call, which)
 
 
 JSD = Element(jsd, {"beta": 0.5})
-TAUGHT = {
+WITH_TEACHER = {
     "sums of a forward comparison": lambda: dense("teacher_cross_entropy", "teacher_entropy"),
     "sums of a reverse comparison": lambda: dense("reverse_cross_entropy", "shared_entropy"),
     "sums, float32": lambda: dense("teacher_cross_entropy", dtype="fp32", teacher="fp32"),
-    "sums, float32 beside bfloat16": lambda: dense("teacher_cross_entropy", teacher="fp32"),
+    "sums, float32 with bfloat16": lambda: dense("teacher_cross_entropy", teacher="fp32"),
     "sums of everything at two temperatures": lambda: dense(*COMPARED, temperatures=(None, 2.0), own=STUDENT, **CAPPED),
     "merge": lambda: dense(*COMPARED, temperatures=(None, 2.0), own=STUDENT, which=1, **CAPPED),
     "divergence_pass": lambda: divergence_sums(JSD),
     "look at two": lambda: divergence_sums(JSD, Element(tvd, {})),
-    "pull of a forward comparison": lambda: taught_pull("AD"),
-    "pull of a reverse comparison": lambda: taught_pull("ABC"),
-    "pull, float32": lambda: taught_pull("AD", dtype="fp32"),
-    "pull of a divergence": lambda: taught_pull(element=JSD),
-    "pull of everything": lambda: taught_pull("ABCD", "ABECY", element=JSD),
-    "pull of two forward comparisons": lambda: taught_pull("AD", "AY", teachers=2),
-    "pull of two divergences": lambda: taught_pull("AD", "AY", element=JSD, teachers=2),
+    "pull of a forward comparison": lambda: teacher_pull("AD"),
+    "pull of a reverse comparison": lambda: teacher_pull("ABC"),
+    "pull, float32": lambda: teacher_pull("AD", dtype="fp32"),
+    "pull of a divergence": lambda: teacher_pull(element=JSD),
+    "pull of everything": lambda: teacher_pull("ABCD", "ABECY", element=JSD),
+    "pull of two forward comparisons": lambda: teacher_pull("AD", "AY", teachers=2),
+    "pull of two divergences": lambda: teacher_pull("AD", "AY", element=JSD, teachers=2),
     "ids, each once": lambda: sparse(0),
     "tail": lambda: sparse(3),
     "values at ids": lambda: sparse(6),
@@ -245,9 +250,9 @@ TAUGHT = {
 }
 
 
-@pytest.mark.parametrize("name", TAUGHT)
+@pytest.mark.parametrize("name", WITH_TEACHER)
 def test_teachers_kernels_compile_without_spills(name, tmp_path):
-    built = TAUGHT[name]()
+    built = WITH_TEACHER[name]()
     usage = re.search(r"REG:(\d+) STACK:(\d+)", built.dump("--dump-resource-usage", tmp_path))
     assert usage is not None and int(usage[2]) <= 16, usage  # a number or two may be put aside before the loops
     code = built.dump("-sass", tmp_path)
@@ -391,7 +396,7 @@ def printed_kernel(x, y, n, out, FN: triton.language.constexpr):
     triton.language.store(out + i, value + grad)
 
 
-# ---------------------------------------------------------------- one launch beside a teacher
+# ---------------------------------------------------------------- one launch with a teacher
 
 from headloss import Logits, Sparse  # noqa: E402
 from headloss.engine.plan import _ids  # noqa: E402
@@ -404,12 +409,12 @@ def flat(ids_logprob, teacher_logprob, tail_logprob):
 
 
 def with_teacher(V=128256, metrics=(), *, ids=0, dtype="bf16", **terms):
-    """The same beside a teacher, dense or of `ids` ids per row."""
+    """The same with a teacher, dense or of `ids` ids per row."""
     one = torch.zeros(1, V, device="meta")
-    told = Sparse(torch.zeros(1, ids, dtype=torch.long), torch.zeros(1, ids)) if ids else Logits(one)
-    calls = {name: term.call(None, {ONLY: told}) for name, term in terms.items()}
+    teacher_chunk = Sparse(torch.zeros(1, ids, dtype=torch.long), torch.zeros(1, ids)) if ids else Logits(one)
+    calls = {name: term.call(None, {ONLY: teacher_chunk}) for name, term in terms.items()}
     layouts = {n: Layout("row", torch.float32, ()) for call in calls.values() for n in call.input_names}
-    layouts |= _ids(Logits(one), {ONLY: told})
+    layouts |= _ids(Logits(one), {ONLY: teacher_chunk})
     own = list(read_metrics(list(metrics)))
     traces = {n: trace(call, layouts, torch.float32, "cpu", False) for n, call in calls.items()}
     facts = [f for n, call in calls.items() for f in call.facts if f not in traces[n].unused]
@@ -439,7 +444,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_one_launch_beside_a_teacher_compiles_for_hopper(name, tmp_path):
+def test_one_launch_with_a_teacher_compiles_for_hopper(name, tmp_path):
     built = BESIDE[name]()
     usage = re.search(r"REG:(\d+) STACK:(\d+)", built.dump("--dump-resource-usage", tmp_path))
     # some numbers may be put aside before the loops: with ids, two rows at once are faster than one without that
@@ -453,7 +458,7 @@ def test_one_launch_beside_a_teacher_compiles_for_hopper(name, tmp_path):
 
 
 LONG = 128512  # of no other test: a kernel is kept for calls of its layout
-TAUGHT_SHARED = {
+SHARED_WITH_TEACHER = {
     "forward_kl": lambda: with_teacher(LONG, kd=Term(forward_kl)),
     "reverse_kl, float32": lambda: with_teacher(LONG, dtype="fp32", kd=Term(reverse_kl)),
     "jsd": lambda: with_teacher(LONG, kd=Term(jsd, beta=0.5)),
@@ -463,12 +468,12 @@ TAUGHT_SHARED = {
 }
 
 
-@pytest.mark.parametrize("name", TAUGHT_SHARED)
+@pytest.mark.parametrize("name", SHARED_WITH_TEACHER)
 def test_rows_with_a_teacher_that_programs_share_compile_for_hopper(name, tmp_path, monkeypatch):
     monkeypatch.setattr(visits, "multiprocessors", lambda device: 132)
-    built = TAUGHT_SHARED[name]()
+    built = SHARED_WITH_TEACHER[name]()
     usage = re.search(r"REG:(\d+) STACK:(\d+)", built.dump("--dump-resource-usage", tmp_path))
-    shape = visits.TAUGHT_SHARED[name.startswith(("jsd", "cross"))][1]
+    shape = visits.SHARED_WITH_TEACHER[name.startswith(("jsd", "cross"))][1]
     assert usage is not None and int(usage[1]) <= shape.registers and int(usage[2]) <= 64, usage
     code = built.dump("-sass", tmp_path)
     check_meeting(code)

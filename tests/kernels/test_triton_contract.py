@@ -74,7 +74,7 @@ def test_every_loss(name):
 # ---------------------------------------------------------------- every divergence, every kind of teacher
 
 
-def taught_in_float32(problem):
+def in_float32_with_teacher(problem):
     """Sparse masses stay below 1: what a mass of 1 leaves for the tail is a rounding, of another size in float64."""
     if problem.logprobs is not None:
         mass = torch.where(problem.ids >= 0, problem.logprobs.exp(), 0.0).sum(-1, keepdim=True)
@@ -110,7 +110,7 @@ def test_every_divergence(case):
         turn += 1
         student = ("Logits", "Linear")[turn % 2]
         wide = {"teacher_vocab": 29} if teacher == "Linear" else {}
-        problem = taught_in_float32(make(student, teacher, ((5,), (2, 3))[turn % 2], seed=turn, **wide))
+        problem = in_float32_with_teacher(make(student, teacher, ((5,), (2, 3))[turn % 2], seed=turn, **wide))
         T = (None, 2.0)[turn % 2] if teacher != "Sparse" else None
         objective = hl.Objective(kd=hl.Term(fn, tail=tail, temperature=T, **options), backend="triton")
         want = truth(problem, lambda leaves, p=problem, t=tail, T=T: values(p, leaves, formula, options, t, T))
@@ -124,7 +124,7 @@ def test_every_divergence(case):
 def test_transforms_of_both_models_and_several_teachers():
     own = lambda T: T * (0.5 + torch.rand(4))
     torch.manual_seed(5)
-    problem = taught_in_float32(
+    problem = in_float32_with_teacher(
         make(
             "Linear", "Linear", (4,),
             transform={"temperature": own(1.4), "scale": 0.7, "softcap": 4.0},
@@ -134,7 +134,7 @@ def test_transforms_of_both_models_and_several_teachers():
     ids, logprobs = teaching.sparse_teacher((4,), 23)
     logprobs = rounded(logprobs - 0.7)
     sparse = teaching.replace(problem, teacher=None, ids=ids, logprobs=logprobs)
-    teachers = {"big": problem.taught(), "served": hl.Sparse(ids, logprobs), "again": problem.taught()}
+    teachers = {"big": problem.teacher_source(), "served": hl.Sparse(ids, logprobs), "again": problem.teacher_source()}
     parts = [
         (hl.Term(hl.losses.reverse_kl, teacher="big"), problem, teaching.reverse_kl, "bucket", None),
         (hl.Term(hl.losses.jsd, teacher="again", temperature=2.0), problem, teaching.jsd, "bucket", 2.0),

@@ -1,4 +1,4 @@
-"""The Triton backend beside teachers, under the interpreter, against the torch backend in float64.
+"""The Triton backend with teachers, under the interpreter, against the torch backend in float64.
 
 TRITON_INTERPRET must be set before triton is first imported, so one test runs this file again in a process of its own.
 """
@@ -203,7 +203,7 @@ def test_any_layout_of_either():
         Case(view, want, [dense(teacher)]).check(out=out)
         assert out is None or int(room.isnan().sum()) == room.numel() - out.numel()
     y = draw(3, 160, torch.bfloat16)
-    Case(y[:, 1:148], want, [dense(u[:, 1:148])]).check(out=y[:, 1:148])  # in place, beside a wider dtype
+    Case(y[:, 1:148], want, [dense(u[:, 1:148])]).check(out=y[:, 1:148])  # in place, with a wider dtype
 
 
 @inside
@@ -309,7 +309,7 @@ def test_second_look(element):
 
 
 @inside
-def test_looks_at_several_temperatures_beside_everything_else():
+def test_divergences_at_several_temperatures_with_everything_else():
     facts = divergences(ELEMENTS[:2]) + divergences(ELEMENTS[1:3], 2.0)
     want = Want(facts + own("logprob", "entropy") + wants("teacher_cross_entropy", T=(2.0,)))
     at = {None: PER_ROW, 2.0: 2.0}
@@ -356,7 +356,7 @@ def test_ids_beyond_the_columns_that_a_dense_teacher_shares():
 
 @inside
 def test_where_a_teacher_can_be_read_by_whole_vectors():
-    beside = tiles.vector_along
+    along = tiles.vector_along
 
     def rows(dtype, stride, lead=0):  # as `_rows` sees memory that begins at a boundary
         x = torch.zeros(4, 64, dtype=dtype).as_strided((4, 9), (stride, 1))
@@ -365,10 +365,10 @@ def test_where_a_teacher_can_be_read_by_whole_vectors():
         return tiles.Rows(x, lead, vector if aligned else 8 * vector, vector)
 
     wide, narrow = torch.float32, torch.bfloat16
-    assert beside(rows(wide, 64), rows(narrow, 64)) == 8 and beside(rows(narrow, 64), rows(wide, 64)) == 4
-    assert beside(rows(wide, 12), rows(narrow, 20)) == 1  # 8 apart, and neither of 8
-    assert beside(rows(wide, 64, 3), rows(narrow, 64, 3)) == 8 and beside(rows(wide, 64, 3), rows(narrow, 64, 4)) == 1
-    assert beside(rows(narrow, 61, 3), rows(narrow, 53, 11)) == 8 and beside(rows(narrow, 64), rows(narrow, 61)) == 1
+    assert along(rows(wide, 64), rows(narrow, 64)) == 8 and along(rows(narrow, 64), rows(wide, 64)) == 4
+    assert along(rows(wide, 12), rows(narrow, 20)) == 1  # 8 apart, and neither of 8
+    assert along(rows(wide, 64, 3), rows(narrow, 64, 3)) == 8 and along(rows(wide, 64, 3), rows(narrow, 64, 4)) == 1
+    assert along(rows(narrow, 61, 3), rows(narrow, 53, 11)) == 8 and along(rows(narrow, 64), rows(narrow, 61)) == 1
 
 
 @inside
@@ -381,7 +381,7 @@ def test_any_number_of_ids(k, v):
 
 @inside
 def test_tails():
-    """Small beside the ids, empty, ruled out, at several temperatures, capped, and in a shard."""
+    """Small next to the ids, empty, ruled out, at several temperatures, capped, and in a shard."""
     x = draw(5, 147)
     ids = ids_of(5, 147, 7)
     x[0] = x[0].scatter(0, ids[0].clamp(min=0), 90.0)  # what is left is e^-90

@@ -45,9 +45,9 @@ def test_an_id_that_is_no_column_is_told_by_the_next_call(calls, id):
     objective = hl.Objective(kd=forward_kl, backend="triton")
     for _ in range(calls):
         objective(hl.Logits(x), teacher=sparse(300, 3000)).loss.backward()
-    told = sparse(300, 3000)
-    told.ids[257, 11] = id
-    objective(hl.Logits(x), teacher=told).loss.backward()
+    source_t = sparse(300, 3000)
+    source_t.ids[257, 11] = id
+    objective(hl.Logits(x), teacher=source_t).loss.backward()
     torch.cuda.synchronize()
     with pytest.raises(ValueError, match=r"teacher: wanted ids in \[0, 3000\) or -1 for none, but (1 are|3001|-7)"):
         objective(hl.Logits(x), teacher=sparse(300, 3000))
@@ -113,7 +113,7 @@ def test_one_launch_small_and_odd(kind, v):
         found = {}
         for backend in ("torch", "triton"):
             torch.manual_seed(1)
-            told = hl.Logits(u.to(dtype), temperature=0.7, softcap=9.0) if kind == "dense" else sparse(5, v, 9)
+            source_t = hl.Logits(u.to(dtype), temperature=0.7, softcap=9.0) if kind == "dense" else sparse(5, v, 9)
             objective = hl.Objective(
                 ce=hl.Term(cross_entropy, label_smoothing=0.1), a=forward_kl, b=hl.Term(jsd, temperature=2.0),
                 c=hl.Term(reverse_kl, weight=0.1), metrics=["entropy", "accuracy"], backend=backend,
@@ -122,12 +122,12 @@ def test_one_launch_small_and_odd(kind, v):
             leaf = (x.to(dtype).to(leaf.dtype))[:, 1 : v + 1].detach().requires_grad_()
             source = hl.Logits(leaf, softcap=20.0)
             if backend == "triton":
-                assert objective.explain(source, targets, teacher=told).launches.startswith("one launch per chunk")
+                assert objective.explain(source, targets, teacher=source_t).launches.startswith("one launch per chunk")
             elif kind == "dense":
-                told = hl.Logits(u.to(dtype).double(), temperature=0.7, softcap=9.0)
+                source_t = hl.Logits(u.to(dtype).double(), temperature=0.7, softcap=9.0)
             else:
-                told = hl.Sparse(told.ids, told.logprobs.double())
-            out = objective(source, targets, teacher=told)
+                source_t = hl.Sparse(source_t.ids, source_t.logprobs.double())
+            out = objective(source, targets, teacher=source_t)
             out.loss.backward()
             found[backend] = (out.loss.detach().double(), leaf.grad.double(), out.metrics["entropy"].value.double())
         close = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
@@ -166,11 +166,11 @@ def test_no_compilation_when_only_the_number_of_rows_changes():
                 a=hl.Term(forward_kl, teacher="a"), j=hl.Term(jsd, teacher="a", beta=beta), s=hl.Term(tvd, teacher="s")
             )
             objective(hl.Logits(leaf), teacher=teachers).loss.backward()
-            for told in teachers.values():  # one launch
-                kd = hl.Term(jsd, beta=beta) if isinstance(told, hl.Logits) else forward_kl
+            for source_t in teachers.values():  # one launch
+                kd = hl.Term(jsd, beta=beta) if isinstance(source_t, hl.Logits) else forward_kl
                 one = hl.Objective(kd=kd, ce=cross_entropy)
                 targets = torch.randint(0, 5003, (n,), device="cuda")
-                one(hl.Logits(leaf), targets, teacher=told).loss.backward()
+                one(hl.Logits(leaf), targets, teacher=source_t).loss.backward()
             count = [sum(len(caches[0]) for caches in kernel.device_caches.values()) for kernel in kernels]
             assert before in (None, count)
             before = count
@@ -214,9 +214,9 @@ def test_one_launch_captured_in_a_graph(kind):
     torch.manual_seed(0)
     x, u = torch.randn(9, 3001, device="cuda"), torch.randn(9, 3001, device="cuda")
     targets = torch.randint(0, 3001, (9,), device="cuda")
-    told = hl.Logits(u) if kind == "dense" else sparse(9, 3001)
+    source_t = hl.Logits(u) if kind == "dense" else sparse(9, 3001)
     objective = hl.Objective(ce=cross_entropy, j=jsd)
-    step = lambda: objective.forward_backward(hl.Logits(x), targets, teacher=told, host_read=False)
+    step = lambda: objective.forward_backward(hl.Logits(x), targets, teacher=source_t, host_read=False)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -247,13 +247,13 @@ def test_auto_is_triton_unless_a_divergence_cannot_be_printed():
 def test_probabilities_in_place_of_their_logarithms_are_told_by_the_next_call(calls):
     x, targets = torch.randn(9, 300, device="cuda"), torch.randint(0, 300, (9,), device="cuda")
     ids = torch.rand(9, 300, device="cuda").argsort(-1)[:, :8]
-    objective, said = hl.Objective(kd=forward_kl), torch.rand(9, 8, device="cuda").softmax(-1)
-    call = lambda said: objective(hl.Logits(x), targets, teacher=hl.Sparse(ids, said))
+    objective, probabilities = hl.Objective(kd=forward_kl), torch.rand(9, 8, device="cuda").softmax(-1)
+    call = lambda probabilities: objective(hl.Logits(x), targets, teacher=hl.Sparse(ids, probabilities))
     for _ in range(calls - 1):
-        call(said.log())
+        call(probabilities.log())
     deferred_checks.check_pending(wait=True)
-    call(said)
+    call(probabilities)
     with pytest.raises(ValueError, match=r"teacher: .*all .* are these probabilities\?.*earlier call"):
         deferred_checks.check_pending(wait=True)
-    call(said.log())
+    call(probabilities.log())
     deferred_checks.check_pending(wait=True)

@@ -94,7 +94,7 @@ class Mix:
         facts = {f: v * keep for f, v in facts.items()}
         return torch.stack(values), metrics, out, facts, by_input
 
-    def check(self, x, y, *, temperature=1.0, close=1e-5, ignore=False, where="beside", shape=None, **options):
+    def check(self, x, y, *, temperature=1.0, close=1e-5, ignore=False, where="elsewhere", shape=None, **options):
         n = len(x)
         given = self.inputs(n)
         _, want, program = self.lowered(given)
@@ -107,7 +107,7 @@ class Mix:
         keep = (y != -100).float() if ignore else torch.ones(n)
         arguments = one.Arguments(given, bases.values(), factors.values())
         read = x.clone() if where == "in place" else x
-        out = read if where == "in place" else torch.full_like(x, math.nan) if where == "beside" else None
+        out = read if where == "in place" else torch.full_like(x, math.nan) if where == "elsewhere" else None
         visited = one.visit(read, y, want, T, program, arguments, out, ignore=ignore, shape=shape or TINY, **options)
         known = y.clamp(min=0) if ignore else y
         wide = temperature.double() if isinstance(temperature, torch.Tensor) else temperature
@@ -211,7 +211,7 @@ MIXES = {
 @inside
 @pytest.mark.parametrize("name", MIXES)
 def test_mixes(name):
-    MIXES[name]().check(*draw(), where="in place" if "clip" in name else "beside")
+    MIXES[name]().check(*draw(), where="in place" if "clip" in name else "elsewhere")
 
 
 def every():
@@ -222,7 +222,7 @@ def every():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("v", [1, 5, 256, 331])
 def test_any_vocabulary(v, dtype):
-    every().check(*draw(2, v, dtype), where="in place" if v == 331 else "beside", close=3e-5)
+    every().check(*draw(2, v, dtype), where="in place" if v == 331 else "elsewhere", close=3e-5)
 
 
 @inside
@@ -240,9 +240,9 @@ def test_blocks_of_several_loads_and_what_is_left_of_them(dtype, loads):
         (8, unit + 16),
     )
     for turn, (begin, v) in enumerate(sizes, loads + (dtype == torch.bfloat16)):
-        where = "in place" if turn % 2 else "beside"
+        where = "in place" if turn % 2 else "elsewhere"
         x, y = draw(2, v + begin + (-v - begin) % 64, dtype, spread=2.0)
-        x[:, v + begin :] = 50.0  # beside the row, where nobody may look
+        x[:, v + begin :] = 50.0  # after the row, which nothing may read
         x = x[:, begin : begin + v] if begin else x[:, :v].contiguous()
         x[0, v - 1], y[0] = 20.0, v - 1  # the very last column counts
         x[1, 0], y[1] = 20.0, 0
@@ -253,11 +253,12 @@ def test_blocks_of_several_loads_and_what_is_left_of_them(dtype, loads):
 @pytest.mark.parametrize("keep", (1, 3))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_blocks_that_are_kept_change_no_bit(dtype, keep):
-    """In place and beside, with rows that start anywhere: a kept block's gradient is as if it were read again."""
+    """In place and elsewhere, with rows that start anywhere: a kept block's gradient is as if it were read again."""
     kept = one.Shape(1, 2, keep=keep)
     unit = kept.block // dtype.itemsize
-    for begin, v, where in ((0, (keep + 2) * unit, "in place"), (3, (keep + 3) * unit + 7, "in place"),
-                            (0, (keep + 2) * unit + 9, "beside"), (3, (keep + 4) * unit - 5, "beside")):  # fmt: skip
+    in_place = ((0, (keep + 2) * unit, "in place"), (3, (keep + 3) * unit + 7, "in place"))
+    elsewhere = ((0, (keep + 2) * unit + 9, "elsewhere"), (3, (keep + 4) * unit - 5, "elsewhere"))
+    for begin, v, where in (*in_place, *elsewhere):
         x, y = draw(2, v + begin + (-v - begin) % 64, dtype, spread=2.0)
         x = x[:, begin : begin + v]
         x[0, v - 1], y[0] = 20.0, v - 1
@@ -280,7 +281,7 @@ def light():
 
 
 @inside
-@pytest.mark.parametrize("where", ("beside", "in place"))
+@pytest.mark.parametrize("where", ("elsewhere", "in place"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_rows_that_programs_share(monkeypatch, dtype, where):
     """The maximum, the target or the only finite columns may be in any of the parts, of which the last may be short."""
@@ -302,7 +303,7 @@ def test_rows_that_programs_share(monkeypatch, dtype, where):
 
 def forms(mix):
     _, _, program = mix.lowered(mix.inputs(6))
-    return one.plan_of(program).variants
+    return one.spec_of(program).variants
 
 
 def test_which_rows_are_shared():
@@ -329,24 +330,24 @@ def test_rows_that_cannot_be_shared(monkeypatch):
     monkeypatch.setattr(one, "SHARED", ((512, 1 << 40, one.Shape(1, 1, span=1)),))
     monkeypatch.setattr(one, "multiprocessors", lambda device: 12)
     x, y = draw(3, 384)
-    beside = torch.empty(3, 392)[:, 8:]
+    other = torch.empty(3, 392)[:, 8:]
     for raw, out, options, parts in (
         (x, x.clone(), {}, 3), (x[:, :252], torch.empty(3, 252), {}, 2), (x[:, :251], x[:, :251].clone(), {}, 0),
         (x, torch.empty(3, 388)[:, 3:387], {}, 0), (x.half(), x.half(), {}, 0), (x, x.clone(), {"softcap": 30.0}, 0),
-        (x, None, {}, 0), (x, beside, {}, 3),
+        (x, None, {}, 0), (x, other, {}, 3),
     ):  # fmt: skip
         mix = light()
         given = mix.inputs(3)
         _, want, program = mix.lowered(given)
         a = one.Arguments(given, [1.0] * 3, [1.0] * 3)
-        plan = one.plan_of(program)
+        plan = one.spec_of(program)
         plan.variants.clear(), plan.layouts.clear()
         one.visit(raw, y % raw.shape[1], want, [1.0], program, a, out, **options)
         assert [form.parts for form in plan.variants] == [parts], (raw.shape, options)
 
 
 def test_every_row_that_keeps_blocks_has_them():
-    for table in (visits.SHAPES, visits.FORWARD, visits.TAUGHT):
+    for table in (visits.SHAPES, visits.FORWARD, visits.WITH_TEACHER):
         below = 0
         for most, *shapes in table:
             for shape in shapes:
@@ -449,7 +450,7 @@ def test_neither_infinite_logits_nor_nan_are_lost_in_a_block(dtype, total):
 
 
 @inside
-@pytest.mark.parametrize("where", ["beside", "in place", "nowhere"])
+@pytest.mark.parametrize("where", ["elsewhere", "in place", "nowhere"])
 def test_ignored_rows(where):
     x, y = draw(5, 75)
     x[1], x[3] = math.nan, math.nan

@@ -62,14 +62,14 @@ def test_any_objective(random: standard.Random) -> None:
 def test_any_divergence(random: standard.Random) -> None:
     """Several divergences from one teacher, dense or sparse, beside a loss of the student alone."""
     example()
-    kind, taught = random.choice(drawn.KINDS), random.choice(("Logits", "Linear", "Sparse"))
+    kind, teacher_source = random.choice(drawn.KINDS), random.choice(("Logits", "Linear", "Sparse"))
     vocab = random.choice((23, 9, 40))
     p = teaching.make(
         kind,
-        taught,
+        teacher_source,
         random.choice(((13,), (2, 5), (7,))),
         vocab,
-        teacher_vocab=None if taught == "Sparse" else vocab + random.choice((0, 3, -2)),
+        teacher_vocab=None if teacher_source == "Sparse" else vocab + random.choice((0, 3, -2)),
         transform=drawn.transform(random),
         sharp=random.choice((1.0, 4.0)),
         seed=random.randint(0, 9999),
@@ -78,7 +78,7 @@ def test_any_divergence(random: standard.Random) -> None:
     chosen = random.sample(objectives.DIVERGENCES, random.randint(1, 3))
     temperature = random.choice((None, 2.0))
     weights = [round(random.uniform(0.1, 2.0), 2) for _ in chosen]
-    tally(losses=chosen, teacher=f"{taught}, {tail}" if taught == "Sparse" else taught)
+    tally(losses=chosen, teacher=f"{teacher_source}, {tail}" if teacher_source == "Sparse" else teacher_source)
     terms = {n: hl.Term(LOSSES[n], weight=w, tail=tail, temperature=temperature) for n, w in zip(chosen, weights)}
     out, grads = teaching.run(hl.Objective(**terms), p, rows=random.choice((2, 5, None)))
 

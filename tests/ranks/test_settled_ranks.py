@@ -84,7 +84,7 @@ def small() -> None:
     from headloss.backends.triton import settle
 
     if settle.BLOCK != 4:
-        settle.BLOCK, settle._plan = 4, settle.by_identity(settle._plan.__wrapped__)  # type: ignore[misc]
+        settle.BLOCK, settle._spec_of = 4, settle.by_identity(settle._spec_of.__wrapped__)  # type: ignore[misc]
 
 
 def settled(name: str, split: str) -> None:
@@ -261,7 +261,7 @@ def test_what_leaves_the_program_says_why(ranks: Any) -> None:
     assert "a teacher of some ids, or of a larger vocabulary, is settled in the sweep" in ranks(2, left_out)[0]
 
 
-def taught(split: str) -> None:
+def teacher_source(split: str) -> None:
     """Dense teachers in the student's shards, of rows alone and next to segments; without a gradient too.
 
     Two of them, one with a divergence that takes a second read.
@@ -283,8 +283,8 @@ def taught(split: str) -> None:
         want = oracle.run(true, problem, teacher={n: hl.Logits(x.float().double()) for n, x in said.items()})
         mine, shard, _ = cut(problem, split)
         memory = 2 * 4 * 2 * shard.even_width * 11 if kind == "Linear" else None
-        taught_by = {n: hl.Logits(x, shard=shard) for n, x in theirs.items()}
-        call = {"teacher": taught_by, "source": {"shard": shard}, "memory": memory}
+        teacher = {n: hl.Logits(x, shard=shard) for n, x in theirs.items()}
+        call = {"teacher": teacher, "source": {"shard": shard}, "memory": memory}
         with Kernels() as seen:
             got = oracle.run(objective, mine, dtype=torch.float32, **call)
         oracle.check(whole_grads(got, split), want, 5e-5, what=f"{name}, {kind}, {split}")
@@ -301,4 +301,4 @@ def taught(split: str) -> None:
 @inside
 @pytest.mark.parametrize("split", ["even", "uneven", "empty first", "padded"])
 def test_dense_teachers_are_settled_after_the_merge(ranks: Any, split: str) -> None:
-    ranks(2, taught, split)
+    ranks(2, teacher_source, split)

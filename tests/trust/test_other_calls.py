@@ -75,8 +75,8 @@ def test_tokens_changed_in_place(kind: str, teacher: str) -> None:
     def call(ids: Tensor) -> tuple[Any, Tensor]:
         x = hidden.clone().requires_grad_()
         source = hl.Linear(x, weight, vocab_ids=ids) if kind == "Linear" else hl.Logits(x @ weight.T, vocab_ids=ids)
-        taught = hl.Linear(wide, guide) if teacher == "Linear" else hl.Logits(wide @ guide.T)
-        return objective(source, 2 * Y + 1, teacher=taught), x
+        teacher_source = hl.Linear(wide, guide) if teacher == "Linear" else hl.Logits(wide @ guide.T)
+        return objective(source, 2 * Y + 1, teacher=teacher_source), x
 
     ids = torch.arange(V) * 2 + 1
     out, x = call(ids)

@@ -9,9 +9,9 @@ from headloss.backends.triton import cached_launches, columns, logit_facts, seco
 from headloss.backends.triton import product as product
 from headloss.backends.triton import product_ranks as product_ranks
 from headloss.backends.triton import teacher_pulls as teacher_pulls
-from headloss.backends.triton import teachers as compared
-from headloss.backends.triton import totals as over_rows
-from headloss.backends.triton import visit as alone
+from headloss.backends.triton import teachers as teacher_sweeps
+from headloss.backends.triton import totals as row_totals
+from headloss.backends.triton import visit as visits
 from headloss.backends.triton.printer.elements import printed
 from headloss.backends.triton.printer.facts import check_sums
 from headloss.backends.triton.printer.lower import Unprintable
@@ -23,14 +23,14 @@ from headloss.teachers import TeacherChunk
 
 NAME = "triton"
 
-divergence_pass, merge_repeated, scale_ = second_read.divergence_pass, compared.merge_repeated, sweeps.scale_
+divergence_pass, merge_repeated, scale_ = second_read.divergence_pass, teacher_sweeps.merge_repeated, sweeps.scale_
 # a visit: facts, values, metrics and gradient of some rows in one launch; its arguments, and its sums over rows
-visit, Arguments, totals = alone.visit, alone.Arguments, over_rows.totals
+visit, Arguments, totals = visits.visit, visits.Arguments, row_totals.totals
 Visits, Settles = cached_launches.Visits, cached_launches.Settles
 # segment losses, settled between the two sweeps
 sums_matrix, Settling, Weights, spans = sweeps.sums_matrix, settle.Settling, settle.Weights, settle.spans
 packed, pull_settled = settle.packed, settled_pull.pull_settled
-count_targets = over_rows.count_targets
+count_targets = row_totals.count_targets
 # a linear head at some columns of each row, or at the same columns of all rows
 project, combine, take = columns.project, columns.combine, columns.take
 find_places = columns.find_places
@@ -39,7 +39,7 @@ find_places = columns.find_places
 def sums(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> Partial:
     """The partial of some columns, and every teacher's; see `sweeps.sums` and `teachers.sums`."""
     check_sums(call[2])
-    partial = compared.sums(*call, teachers=teachers, **options) if teachers else sweeps.sums(*call, **options)
+    partial = teacher_sweeps.sums(*call, teachers=teachers, **options) if teachers else sweeps.sums(*call, **options)
     if not call[2].plain:
         return partial
     return logit_facts.with_sums(partial, call[0], call[2], teachers, options["scale"], options["softcap"])
@@ -57,7 +57,7 @@ def pull(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> N
 
 def takes_one_launch(C: int, V: int) -> bool:
     """Whether a visit of C rows takes one launch: always, unless the number of rows may decide."""
-    return sweeps.BATCH_INVARIANT or alone.takes_one_launch(C, V)
+    return sweeps.BATCH_INVARIANT or visits.takes_one_launch(C, V)
 
 
 def lower(

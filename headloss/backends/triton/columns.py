@@ -22,8 +22,8 @@ from headloss.backends.triton.kernels.records import TakeFlags
 from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.tiles import Transform, per_row, plain_temperature
 
-# Measured on an H200 with 61,000 entries of 4096; a BLOCK that leaves a warp without a row of its own takes ten times
-# as long, because sums then cross warps.
+# Measured on an H200 with 61,000 entries of 4096; with a BLOCK for which several warps share a row, it takes ten
+# times as long, because sums then cross warps.
 PROJECT = {"ENTRIES": 4, "BLOCK": 1024, "num_warps": 4}
 COMBINE = {"ENTRIES": 2, "BLOCK": 2048, "num_warps": 4}
 PLACES = {"BLOCK": 32, "num_warps": 1}
@@ -107,8 +107,8 @@ def take(
     sums = torch.empty(len(given), parts, C, dtype=torch.float32, device=raw_CV.device)
     if C and V:
         stride, limit = raw_CV.stride(0), -(-V // 16) * 16  # loads are wide if rows are padded, as a chunk's are
-        held = raw_CV.untyped_storage().nbytes() // raw_CV.element_size() - raw_CV.storage_offset()
-        wide = limit <= stride and (C - 1) * stride + limit <= held and stride * raw_CV.element_size() % 16 == 0
+        stored = raw_CV.untyped_storage().nbytes() // raw_CV.element_size() - raw_CV.storage_offset()
+        wide = limit <= stride and (C - 1) * stride + limit <= stored and stride * raw_CV.element_size() % 16 == 0
         others = torch.ones(V if given else 0, dtype=torch.int8, device=raw_CV.device)
         others = others.index_fill_(0, ids.long(), 0) if given else others
         width = triton.cdiv(triton.cdiv(U, parts), 8) * 8

@@ -1,4 +1,4 @@
-"""Numbers that a kernel is given: known when it is launched, or in a tensor, one for all rows or one per row."""
+"""Numbers that a kernel takes: known when it is launched, or in a tensor, with one for all rows or one per row."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def as_number(x: Number, device: torch.device) -> Number:
     return x.contiguous() if x.ndim else x
 
 
-def forms_of(xs: Sequence[Number]) -> tuple[Any, ...]:
-    """For a number -1; for a tensor all that a compiled kernel depends on."""
+def specialization_of(xs: Sequence[Number]) -> tuple[Any, ...]:
+    """For each number -1; for each tensor all that a compiled kernel depends on."""
     return tuple([(x.ndim, x.dtype, x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else -1 for x in xs])
 
 
@@ -35,7 +35,7 @@ def kinds_of(xs: Sequence[Number]) -> Kinds:
     return tuple([x.ndim if isinstance(x, Tensor) else -1 for x in xs])
 
 
-def kinds_in(forms: tuple[Any, ...], per_row: bool = False) -> tuple[Any, ...]:
-    """`kinds_of`, from the results of `forms_of`; or, with `per_row`, whether there is one value per row."""
-    kinds = tuple([form if form == -1 else form[0] for form in forms])
+def kinds_in(specialization: tuple[Any, ...], per_row: bool = False) -> tuple[Any, ...]:
+    """`kinds_of`, from a result of `specialization_of`; or, with `per_row`, whether there is one value per row."""
+    kinds = tuple([x if x == -1 else x[0] for x in specialization])
     return tuple(n >= 0 for n in kinds) if per_row else kinds

@@ -1,8 +1,8 @@
 """`Launch`: a kernel with its constants, which can be launched again at little cost to the host.
 
 At every launch Triton inspects every argument to find the kernel that was compiled for such arguments: 40 us for the 57
-of a visit.  It inspects little of each, so a later launch with arguments of the same kinds takes the compiled kernel
-straight away: 10 us, and less if nobody has asked Triton to report launches.
+of a visit.  It inspects little of each, so a later launch with arguments of the same kinds uses the compiled kernel at
+once: 10 us, and less if nobody has asked Triton to report launches.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def by_identity(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     A program is a record of many strings and flags, and hashing it costs as much as half a launch.
     """
     by_value = functools.lru_cache(256)(fn)
-    known: dict[int, tuple[Any, Any]] = {}  # holds the argument, so that no other object gets its id
+    cache: dict[int, tuple[Any, Any]] = {}  # keeps the argument alive, so that no other object gets its id
 
     @functools.wraps(fn)
     def call(x: Any) -> Any:
-        found = known.get(id(x)) or keep(known, id(x), (x, by_value(x)), 256)
+        found = cache.get(id(x)) or keep(cache, id(x), (x, by_value(x)), 256)
         return found[1]
 
     return call
@@ -45,30 +45,30 @@ class Launch:
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any]) -> None:
         self.kernel, self.constants = kernel, {**OPTIONS, **constants}
-        self.known: dict[Any, Any] = {}
+        self.compiled: dict[Any, Any] = {}
         self.rest: tuple[Any, ...] = ()
 
     def __call__(self, programs: int, *arguments: Any) -> None:
         key: list[Any] = []
-        look(arguments, key)
+        append_kinds(arguments, key)
         self.run(tuple(key), place(arguments[0]), programs, arguments)
 
     def run(self, key: Any, where: int, programs: int, arguments: tuple[Any, ...]) -> None:
-        """For a caller with a key of its own: equal keys must mean equal keys of `look`.  `where`: see `place`."""
+        """For a caller that has a key: equal keys must mean equal keys of `append_kinds`.  `where`: see `place`."""
         if where >= 0 and where != torch._C._cuda_getDevice():  # Triton launches on the current device
             with torch.cuda.device(where):
                 return self.run(key, where, programs, arguments)
-        known = self.known.get((key, where))
-        if known is None:
+        compiled = self.compiled.get((key, where))
+        if compiled is None:
             self.rest = tuple([self.constants[name] for name in self.kernel.arg_names[len(arguments) :]])
             compiled = self.kernel[(programs,)](*arguments, **self.constants)
             if isinstance(compiled, CompiledKernel) and torch.version.hip is None:  # the interpreter compiles nothing
                 made = compiled, compiled.run, compiled.function, compiled.packed_metadata
-                keep(self.known, (key, where), made, MOST_KNOWN)
+                keep(self.compiled, (key, where), made, MOST_KNOWN)
         elif where < 0 or _watched():
-            known[0][programs, 1, 1](*arguments, *self.rest)
+            compiled[0][programs, 1, 1](*arguments, *self.rest)
         else:  # the same without the hooks
-            _, run, function, metadata = known
+            _, run, function, metadata = compiled
             run(programs, 1, 1, current_stream(where), function, metadata, None, None, None, *arguments, *self.rest)
         return None
 
@@ -79,7 +79,7 @@ def launch_kernel(kernel: Any, programs: int, *arguments: Any, **constants: Any)
 
 
 def launch_of(kernel: Any, **constants: Any) -> Launch:
-    """The one launch of a kernel with these constants."""
+    """The `Launch` of a kernel with these constants, made once."""
     key = (id(kernel), *constants, *constants.values())  # `_STARTED` keeps it alive; its own hash is slow
     return _STARTED.get(key) or keep(_STARTED, key, Launch(kernel, constants), 1024)
 
@@ -88,7 +88,7 @@ _STARTED: dict[Any, Launch] = {}
 
 
 def _watched() -> bool:
-    """Whether somebody, such as a profiler, wants a report of every launch."""
+    """Whether something, such as a profiler, wants a report of every launch."""
     before, after = (
         knobs.runtime.launch_enter_hook,
         knobs.runtime.launch_exit_hook,
@@ -103,8 +103,8 @@ def place(x: Any) -> int:
     return x.get_device()
 
 
-def look(arguments: tuple[Any, ...], key: list[Any]) -> None:
-    """Append to `key` all that Triton's choice of a compiled kernel depends on, and more: equal keys, same kernel (on
+def append_kinds(arguments: tuple[Any, ...], key: list[Any]) -> None:
+    """Append to `key` all that Triton's choice of a compiled kernel depends on: equal keys mean the same kernel (on
     CUDA).
 
     One loop and no function call per argument, because it runs at every launch.
@@ -120,7 +120,7 @@ def look(arguments: tuple[Any, ...], key: list[Any]) -> None:
             key.append((x == 1) + 2 * (x & 15 == 0) + 4 * (x.bit_length() > 31))
         elif isinstance(x, tuple):
             key.append(-1 - len(x))  # no number adds that to a key
-            look(x, key)
+            append_kinds(x, key)
         elif x is None:
             key.append(None)
         elif of is TensorDescriptor:

@@ -1,4 +1,4 @@
-"""Facts of the logits themselves, which need no softmax: torch operations on tiles of rows, in passes of their own.
+"""Facts of the logits themselves, which need no softmax: torch operations on tiles of rows, in separate passes.
 
 Dimension key:  C rows handed in   B rows of a tile   V columns in hand   U columns shared with the teacher
 """
@@ -28,13 +28,14 @@ def with_sums(
     for rows in _tiles(raw_CV):
         z_BV = Transform(scale, softcap)(raw_CV[rows])
         least = torch.nn.functional.pad(z_BV, (0, 1), value=math.inf).amin(-1) if want.sums("least") else None
-        tiles.append([least, *(_met(z_BV, rows, want, *named) for named in zip(want.teachers, teachers, strict=True))])
+        named = zip(want.teachers, teachers, strict=True)
+        tiles.append([least, *(_plain(z_BV, rows, want, *teacher) for teacher in named)])
     least, *found = (join(*xs) for xs in zip(*tiles, strict=True))
-    met = [
+    partials = [
         x._replace(square=own[0], teacher_square=own[1], dot=own[2]) if isinstance(x, DensePartial) else x
         for x, own in zip(partial.teachers, found, strict=True)
     ]
-    return partial._replace(least=least, teachers=tuple(met))
+    return partial._replace(least=least, teachers=tuple(partials))
 
 
 def is_plain(pulls: Sequence[TeacherPulls]) -> bool:
@@ -53,17 +54,17 @@ def pull(run: Callable[..., None], call: Sequence[Any], how: dict[str, Any]) -> 
         for chunk, ks in zip(how["teachers"], how["teacher_pulls"], strict=True):
             for k in ks:
                 if isinstance(k, DensePull) and k.plain:
-                    plain_pull(more_BV[:, : chunk.columns], z_BV[:, : chunk.columns], _theirs(chunk, rows), k, rows)
+                    plain_pull(more_BV[:, : chunk.columns], z_BV[:, : chunk.columns], _logits(chunk, rows), k, rows)
         out_CV[rows] = grad_BV + more_BV * transform.slope(z_BV)
 
 
-def _met(z_BV: Tensor, rows: slice, want: Want, name: str, chunk: TeacherChunk) -> Any:
+def _plain(z_BV: Tensor, rows: slice, want: Want, name: str, chunk: TeacherChunk) -> Any:
     if not isinstance(chunk, DenseChunk):
         return ()
-    return tuple(plain_sums(z_BV[:, : chunk.columns], _theirs(chunk, rows), lambda x: want.sums(x, teacher=name)))
+    return tuple(plain_sums(z_BV[:, : chunk.columns], _logits(chunk, rows), lambda x: want.sums(x, teacher=name)))
 
 
-def _theirs(chunk: DenseChunk, rows: slice) -> Tensor:
+def _logits(chunk: DenseChunk, rows: slice) -> Tensor:
     return Transform(chunk.scale, chunk.softcap)(chunk.raw_CV[rows, : chunk.columns])
 
 

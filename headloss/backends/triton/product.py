@@ -80,10 +80,10 @@ class Read(NamedTuple):
     rows: Gathered
     sums: Tensor  # (F, C), indexed by the rows of the chunk
     e: Tensor | None
-    beyond: Tensor
+    far: Tensor
 
     def without_hidden(self) -> Read:
-        """For rows whose gradient nobody will write: lets go of their hidden states."""
+        """The same without hidden states, for rows whose gradient is not needed."""
         return self._replace(rows=self.rows._replace(hidden=self.sums))
 
 
@@ -101,14 +101,14 @@ def _is_hopper(device: torch.device) -> bool:
 
 def fits(x: Tensor) -> bool:
     """Whether a matrix can be read tile by tile: bf16, rows of whole 16-byte vectors."""
-    even = x.stride(-1) == 1 and x.stride(0) % 8 == x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0
-    return x.dtype == torch.bfloat16 and even and min(x.shape) > 0
+    in_vectors = x.stride(-1) == 1 and x.stride(0) % 8 == x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0
+    return x.dtype == torch.bfloat16 and in_vectors and min(x.shape) > 0
 
 
 def adds(x: Tensor) -> bool:
     """Whether the kernel of the weight's gradient can add to this matrix directly."""
-    even = x.is_contiguous() and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-    return x.dtype in (torch.bfloat16, torch.float32) and even
+    in_vectors = x.is_contiguous() and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return x.dtype in (torch.bfloat16, torch.float32) and in_vectors
 
 
 def read(
@@ -143,7 +143,7 @@ def gather(
     start: int = 0,
     ignore: bool,
 ) -> Gathered:
-    """`start`: the column of the vocabulary that is the first in hand.  If none is in hand, only places are known."""
+    """`start`: the first column in hand.  Without columns in hand, only the places of rows are computed."""
     (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
     target_C, high = None if target_C is None else target_C.contiguous(), -(-C // TILE.rows) * TILE.rows
     listed, live, x_CD = None, torch.empty(1, dtype=torch.int32, device=device), hidden_CD
@@ -152,7 +152,7 @@ def gather(
         launch_kernel(order_kernel, triton.cdiv(C, NUMBERED["B"]), target_C, listed, live, C, **NUMBERED, num_warps=8)
     targets = torch.empty(high, dtype=torch.int32, device=device)
     numbers = torch.empty(6, high, dtype=torch.float32, device=device).unbind()
-    has_target = target_C is not None  # even if no fact asks: the bits of the others must not depend on what is asked
+    has_target = target_C is not None  # even if no fact needs it: what is asked for must not change the bits of facts
     if not V:
         live = live if listed is not None else live.fill_(C)
         return Gathered(x_CD, listed, live, targets.fill_(-1), numbers, has_target)
@@ -225,7 +225,7 @@ def finish(
     """
     (_, tiles, high), device = parts.shape, parts.device
     sums = torch.empty(_slots(want), rows, dtype=torch.float32, device=device)
-    beyond = torch.empty(high // TILE.rows, dtype=torch.int32, device=device)
+    far = torch.empty(high // TILE.rows, dtype=torch.int32, device=device)
     _, logit, reference, lse, logprob, top = gathered.numbers
     how = records.FinishFlags(
         gathered.listed is not None, gathered.has_target, want.target, isinstance(temperature, Tensor),
@@ -233,10 +233,10 @@ def finish(
     )  # fmt: skip
     launch_kernel(
         finish_kernel, high // TILE.rows,
-        records.FinishAt(parts, gathered.targets, logit, reference, sums, lse, logprob, top, beyond), gathered.listed,
+        records.FinishAt(parts, gathered.targets, logit, reference, sums, lse, logprob, top, far), gathered.listed,
         gathered.live, temperature, tiles, high, rows, columns, SUMS=sums_of(want), F=how, num_warps=4,
     )  # fmt: skip
-    return Read(gathered, sums, store, beyond)
+    return Read(gathered, sums, store, far)
 
 
 def _slots(want: Want) -> int:
@@ -258,7 +258,7 @@ def write(
     dweight_VD: Tensor | None,
     add: bool = False,
 ) -> None:
-    """The gradients, from the coefficients of each row of the chunk; `add`: to what `dweight_VD` holds.
+    """The gradients, from the coefficients of each row of the chunk; `add`: dW to `dweight_VD`.
 
     E is used up: its rows move or are overwritten.  Until `dhidden_CD` is written, it holds X times row factors.
     """
@@ -272,7 +272,7 @@ def write(
     counts, tiles, gaps, sources, ranks = torch.empty(5, high, dtype=torch.int32, device=device).unbind()
     launch_kernel(
         live_kernel, triton.cdiv(C, NUMBERED["B"]),
-        rows.live, rows.listed, *pulls, records.LiveAt(read.beyond, counts, tiles, gaps, sources, ranks),
+        rows.live, rows.listed, *pulls, records.LiveAt(read.far, counts, tiles, gaps, sources, ranks),
         F=given, BM=T.rows, **NUMBERED, num_warps=8,
     )  # fmt: skip
     tile = _tile(T, device, TARGET=rows.has_target)
@@ -286,8 +286,8 @@ def write(
         move_kernel, 8 * programs, read.e, counts, gaps, sources, read.e.stride(0),
         PROGRAMS=8 * programs, B=8192, num_warps=8,
     )  # fmt: skip
-    room_XC = torch.empty(8 if bent else 3, high, dtype=torch.float32, device=device)
-    (factors, shares, constants), bends = room_XC[:3], room_XC[3:] if bent else room_XC
+    work_XC = torch.empty(8 if bent else 3, high, dtype=torch.float32, device=device)
+    (factors, shares, constants), bends = work_XC[:3], work_XC[3:] if bent else work_XC
     numbers, columns = (torch.empty(n, dtype=torch.int32, device=device) for n in (high, C))
     scaled_CD = None
     if dweight_VD is not None:
@@ -339,7 +339,7 @@ def write(
             _blocks(read.e, T.rows, T.depth), _blocks(weight_VD, T.depth, T.columns),
             records.HiddenAt(dhidden_CD, factors, shares, constants, weight_VD), numbers, columns, total, counts, V, D,
             weight_VD.stride(0), dhidden_CD.stride(0),
-            F=tile._replace(CONSTANT=constant, EVEN=D % T.columns == 0, OVERLAP=overlap), **_launch(T),
+            F=tile._replace(CONSTANT=constant, WHOLE_TILES=D % T.columns == 0, OVERLAP=overlap), **_launch(T),
         )  # fmt: skip
         launch_kernel(
             blank_kernel, C + overlap, rows.live, rows.listed, *pulls, dhidden_CD, D, dhidden_CD.stride(0),
@@ -357,7 +357,7 @@ def write(
 partial = named  # the sums of rows by name, as one part that covers the whole vocabulary
 
 
-def room(read: Read, rows: int) -> Tensor | None:
+def grad_buffer(read: Read, rows: int) -> Tensor | None:
     """A buffer for the gradient of that many rows: the copy of the rows that count, if it was made of as many."""
     copy = read.rows.hidden
     return copy[:rows] if read.rows.listed is not None and len(read.rows.listed) == rows else None
@@ -370,14 +370,14 @@ def chunk(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> Any:
-    """A tensor descriptor of tiles.  Triton checks each new one; one with a known layout copies the earlier one."""
-    known = _checked(x.shape, x.stride(), x.dtype, x.data_ptr() & 15, rows, columns)
-    if not known:
+    """A tensor descriptor of tiles.  Triton checks each new one; another of the same layout is a copy of it."""
+    fields = _checked(x.shape, x.stride(), x.dtype, x.data_ptr() & 15, rows, columns)
+    if not fields:
         made = TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
-        known.update(made.__dict__, base=None)
+        fields.update(made.__dict__, base=None)
     else:
         made = object.__new__(TensorDescriptor)
-        made.__dict__.update(known, base=x)
+        made.__dict__.update(fields, base=x)
     return made
 
 

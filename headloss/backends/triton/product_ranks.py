@@ -43,7 +43,7 @@ def read(
     """
     given, C, V = plain_temperature(temperature), len(hidden_CD), len(weight_VD)
     rows = product.gather(hidden_CD, weight_VD, target_C, given, scale=scale, start=start, ignore=ignore)
-    parts = rows.numbers[0].new_empty(_fields(want), 1, len(rows.targets))  # without columns nobody reads them
+    parts = rows.numbers[0].new_empty(_fields(want), 1, len(rows.targets))  # not read if there are no columns
     if V:
         parts = product.tile_sums(rows, weight_VD, want, start=start, store=store)
         product.merge(parts, rows.live, want, start // product.READ.columns)
@@ -54,15 +54,15 @@ def read(
         parts, rows.live, rows.targets, rows.numbers[1], nodes_kC, tiles if V else 0, high, C, V, start, levels,
         **_constants(rows, want),
     )  # fmt: skip
-    beyond = rows.live
+    far = rows.live
     if store is not None and V:  # the maximum over the columns here tells if a row is far from its reference
         own, totals = _joined(rows, nodes_kC[None], want, vocab)
-        beyond = product.finish(own, totals, want, given, rows=C, columns=V, store=store, whole=False).beyond
-    return Read(rows, nodes_kC, store, beyond)
+        far = product.finish(own, totals, want, given, rows=C, columns=V, store=store, whole=False).far
+    return Read(rows, nodes_kC, store, far)
 
 
 def across(read: Read, nodes_WkC: Tensor, want: Want, temperature: float | Tensor, vocab: int) -> Tensor:
-    """(F, C): the sums of each row over the columns of all ranks; the softmax in `read` becomes theirs too."""
+    """(F, C): the sums of each row over the columns of all ranks; the softmax in `read` is then over these too."""
     rows, totals = _joined(read.rows, nodes_WkC, want, vocab)
     given, C = plain_temperature(temperature), nodes_WkC.shape[2]
     return product.finish(rows, totals, want, given, rows=C, columns=vocab).sums

@@ -16,7 +16,7 @@ from headloss.backends.triton.kernels.divergence_sums import divergence_kernel
 from headloss.backends.triton.kernels.records import PullAt, SweepFlags
 from headloss.backends.triton.launch import launch_of
 from headloss.backends.triton.printer.elements import printed
-from headloss.backends.triton.sweeps import kinds_of
+from headloss.backends.triton.sweeps import argument_kinds
 from headloss.backends.triton.teachers import columns_a_load
 from headloss.backends.triton.tiles import (
     Shape,
@@ -47,11 +47,11 @@ def divergence_pass(
     softcap: float | None = None,
     whole: bool = False,
     shape: Shape | None = None,
-    noted: list[Any] | None = None,
+    recorded: list[Any] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """The second read: for every divergence asked for, in order, its sum over these columns and that of its slopes.
 
-    `noted` receives what `launch_divergences` needs, once for each teacher and temperature: see `cached_launches.py`.
+    `recorded` receives what `launch_divergences` needs, for each teacher and temperature: see `cached_launches.py`.
     """
     found: list[tuple[Tensor, Tensor]] = []
     how = Transform(scale, softcap)
@@ -60,13 +60,13 @@ def divergence_pass(
             for i, key in enumerate(want.temperatures_of(name)):
                 elements = [f.element for f in want.divergences(name, key)]
                 if elements:
-                    known, x_CU, u_CU = _divergence_sums(
+                    call, x_CU, u_CU = _divergence_sums(
                         raw_CV[:, : chunk.columns], chunk, i, Ts[i], elements, how, shape
                     )
-                    sums_FC = launch_divergences((t, i, known), x_CU, u_CU, softmax)
+                    sums_FC = launch_divergences((t, i, call), x_CU, u_CU, softmax)
                     found += zip(sums_FC[::2], sums_FC[1::2], strict=True)
-                    if noted is not None:
-                        noted.append((t, i, known))
+                    if recorded is not None:
+                        recorded.append((t, i, call))
     return found
 
 
@@ -91,20 +91,20 @@ def _divergence_sums(
     launch = launch_of(divergence_kernel, ELEMENT=element, F=flags, num_warps=shape.warps)
     places = (raw.x_CV.stride(0), raw.lead, teacher.x_CV.stride(0), teacher.lead)
     # all that a compiled kernel depends on: see launch.py
-    key = (*kinds_of(raw.x_CV, teacher.x_CV, *given), C == 1, C & 15, C >> 31, U, shape.width, places)
+    key = (*argument_kinds(raw.x_CV, teacher.x_CV, *given), C == 1, C & 15, C >> 31, U, shape.width, places)
     sizes = (C, U, parts, shape.width, *places)
-    known = (len(elements), C, launch, key, parts, (given, options, *sizes, (*how.numbers, *other.numbers)))
-    return known, raw.x_CV, teacher.x_CV
+    call = (len(elements), C, launch, key, parts, (given, options, *sizes, (*how.numbers, *other.numbers)))
+    return call, raw.x_CV, teacher.x_CV
 
 
-def launch_divergences(seen: tuple[int, int, Any], x: Tensor, teacher: Tensor, softmax: Softmax) -> Tensor:
+def launch_divergences(recorded: tuple[int, int, Any], x: Tensor, teacher: Tensor, softmax: Softmax) -> Tensor:
     """Launch the kernel of `divergence_pass` at one teacher and temperature, given by their numbers."""
-    t, i, (count, C, *known) = seen
-    if not known:
+    t, i, (count, C, *call) = recorded
+    if not call:
         return torch.zeros(2 * count, C, dtype=torch.float32, device=x.device)
-    (launch, key, parts, how), theirs = known, softmax.teachers[t]
-    assert isinstance(theirs, DenseSoftmax)
-    rows = torch.stack([softmax.max, theirs.log_S[i], theirs.max, theirs.log_St[i]]).float()
+    (launch, key, parts, how), softmax_t = call, softmax.teachers[t]
+    assert isinstance(softmax_t, DenseSoftmax)
+    rows = torch.stack([softmax.max, softmax_t.log_S[i], softmax_t.max, softmax_t.log_St[i]]).float()
     out = torch.empty(2 * count, parts, C, dtype=torch.float32, device=x.device)
     launch.run(key, x.get_device(), C * parts, (PullAt(x, teacher, rows, out), *how))
     return out.sum(1)

@@ -1,9 +1,9 @@
 """Settling: one launch, between the sweep that reads and the one that writes, computes the losses of whole segments.
 
-Dimension key:  R rows that count   C rows of a chunk   S segments   G = S + 1, the rows without a segment come first
+Dimension key:  R rows that count   C rows of a chunk   S segments   G = S + 1 groups: rows without a segment, segments
 
-`Spans` says where each segment's rows are; `Settling` is one call: each chunk's sums go in, its facts, metrics and
-cotangents are kept, and what the pull reads comes out.
+`Spans` says where each segment's rows are.  `Settling` is one call: it takes the sums of each chunk, keeps its facts,
+metrics and cotangents, and returns what the pull reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.backends.triton.given_numbers import Number, as_number, forms_of, kinds_of
+from headloss.backends.triton.given_numbers import Number, as_number, kinds_of, specialization_of
 from headloss.backends.triton.kernels.records import Given, SettleAt, SettleFlags
 from headloss.backends.triton.kernels.settle import settle_kernel
 from headloss.backends.triton.launch import Launch, by_identity
@@ -23,13 +23,13 @@ from headloss.backends.triton.printer.program import Program
 from headloss.backends.triton.tiles import plain_temperature
 from headloss.backends.triton.visit_records import KINDS, Visited, bests_of
 from headloss.facts import Fact, Partial, Softmax, Want, finish
-from headloss.teachers import DensePartial, DenseSoftmax, Meeting
+from headloss.teachers import DensePartial, DenseSoftmax, JointMoments
 
-BLOCK, WARPS = 256, 4  # fixed, so that the sums of a segment do not depend on the other rows
+BLOCK, WARPS = 256, 4  # fixed, so that a segment's sums do not depend on other rows
 
 
 class Spans(NamedTuple):
-    """Where the rows of each segment are: offsets (G + 1,) into the rows, or into `order` if there is one."""
+    """Where the rows of each group are: offsets (G + 1,) into the rows, or into `order` if there is one."""
 
     offsets: Tensor
     order: Tensor | None = None
@@ -71,16 +71,16 @@ def packed(
 
 
 def in_order(partial: Partial, want: Want, divergences: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """The rows of `packed`, or whatever stands for them in these records.
+    """The rows of `packed`, or what these records hold in place of tensors.
 
     `divergences`: for each divergence, in the order of `Want.all_divergences`, its value and the sum of its slopes.
     """
     found: list[Tensor | None] = [partial.max, partial.target, partial.total, partial.columns, partial.argmax]
     found += [x for moments in partial.moments for x in moments]
-    theirs = [x for x in partial.teachers if isinstance(x, DensePartial)]
-    assert len(theirs) == len(want.teachers)
-    found += [*(x.max for x in theirs), *(x.argmax for x in theirs)]
-    found += [x for dense in theirs for meeting in dense.meetings for x in meeting]
+    dense_partials = [x for x in partial.teachers if isinstance(x, DensePartial)]
+    assert len(dense_partials) == len(want.teachers)
+    found += [*(x.max for x in dense_partials), *(x.argmax for x in dense_partials)]
+    found += [x for dense in dense_partials for joint in dense.moments for x in joint]
     of = dict(zip(want.all_divergences, divergences, strict=True))
     found += [x for f in want.facts if f in of for x in of[f]]
     return [x for x in found if x is not None]
@@ -91,7 +91,7 @@ def divergences_of(want: Want, teacher: str) -> list[Fact]:
 
 
 class Weights(NamedTuple):
-    """What a program is called with, besides facts and segments."""
+    """The arguments of a program besides facts and segments."""
 
     inputs: Mapping[str, Tensor]  # by name: (R,), (S,) or a scalar
     bases: Mapping[str, Number]  # per term, the reduction's weight: of a row, of a segment, or one per row
@@ -100,7 +100,7 @@ class Weights(NamedTuple):
 
 
 class Settled(Visited):
-    """The results, in the form of a visit's, and `by_segment` (F, G): terms' sums, rows that count, metrics."""
+    """The results, as those of a visit, and `by_segment` (F, G): terms' sums, rows that count, metrics."""
 
     by_segment: Tensor
 
@@ -112,12 +112,12 @@ class Settled(Visited):
         own = Softmax(next(numbers), take(len(want.temperatures)))
         maxima, logs = take(len(want.teachers)), []
         for name in want.teachers:
-            met = len(want.temperatures_of(name))
-            logs.append((take(met), take(met)))
+            compared = len(want.temperatures_of(name))
+            logs.append((take(compared), take(compared)))
         slopes = dict(zip([f for f in want.facts if f.element is not None], numbers, strict=True))
         divergences = [tuple(slopes[f] for f in divergences_of(want, name)) for name in want.teachers]
-        seen = [DenseSoftmax(most, *log, at) for most, log, at in zip(maxima, logs, divergences, strict=True)]
-        return own._replace(teachers=tuple(seen))
+        softmaxes = [DenseSoftmax(most, *log, at) for most, log, at in zip(maxima, logs, divergences, strict=True)]
+        return own._replace(teachers=tuple(softmaxes))
 
     @property
     def term_values(self) -> tuple[Tensor, int]:
@@ -136,8 +136,8 @@ class Settled(Visited):
 class Settling:
     """One call.  If `ignore`, rows whose target is -100 in `targets` (R,) are ignored.
 
-    Without `spans` no segments join the rows: runs of one block each take their place.  `parts`: how many rows each
-    `settle` has, if there are several.
+    `spans`: None if no loss combines rows; runs of BLOCK rows are then settled like segments.  `parts`: how many rows
+    each call of `settle` has, if there are several.
     """
 
     def __init__(
@@ -156,12 +156,12 @@ class Settling:
         parts: Sequence[int] = (),
         ranks: int = 1,
     ) -> None:
-        self.plan, self.spans, self.rows, self.gradient = _plan(program), spans, rows, gradient
+        self.spec, self.spans, self.rows, self.gradient = _spec_of(program), spans, rows, gradient
         self.targets = None if targets is None else targets.contiguous()
         self.ranks, self.next = ranks, 0
-        self.groups = sum(map(_runs, parts or (rows,))) if spans is None else len(spans.offsets) - 1
+        self.groups = sum(map(_run_count, parts or (rows,))) if spans is None else len(spans.offsets) - 1
         make = torch.empty if spans is None and rows else torch.zeros  # a call may settle only some segments
-        self.settled = _room(self.plan, rows, self.groups, device, make)
+        self.settled = _empty_results(self.spec, rows, self.groups, device, make)
         given = (
             tuple([T if type(T) is float else plain_temperature(T) for T in temperatures]),
             tuple([_input(weights.inputs[name], device) for name in program.inputs]),
@@ -170,94 +170,94 @@ class Settling:
         )
         self.given = Given(given[0], (), *given[1:], program.numbers, (), float(vocab), 1.0, 1.0, 1.0, 1.0)
         means = tuple([weights.means[name] for name in program.terms])
-        forms = forms_of((*given[0], *given[1], *given[2], *given[3]))
-        form = (forms, means, ignore, gradient, spans and spans.order is None, targets is None, ranks > 1)
-        if form not in self.plan.variants:
-            self.plan.variants[form] = _variant(self.plan, given, means, spans, ignore, gradient, ranks > 1)
-        self.launch = self.plan.variants[form]
+        specialization = specialization_of((*given[0], *given[1], *given[2], *given[3]))
+        variant = (specialization, means, ignore, gradient, spans and spans.order is None, targets is None, ranks > 1)
+        if variant not in self.spec.variants:
+            self.spec.variants[variant] = _launch_for(self.spec, given, means, spans, ignore, gradient, ranks > 1)
+        self.launch = self.spec.variants[variant]
 
     def settle(self, sums: Tensor, first_row: int = 0, segments: slice | None = None) -> Tensor | None:
-        """Settle the rows from `first_row` on, which are those of `segments` or, with None, all there are.
+        """Settle the rows from `first_row` on: those of `segments`, or all rows that are left if None.
 
         `sums` is (F, C), or (W, F, C) from several ranks.  Returns what `sweeps.pull_rows` reads.
         """
         sums_FC, C = sums[0] if sums.ndim == 3 else sums, sums.shape[-1]
         first, last = (0, self.groups) if segments is None else (segments.start + 1, segments.stop + 1)
         if self.spans is None:
-            first, last = self.next, self.next + _runs(C)
+            first, last = self.next, self.next + _run_count(C)
             self.next = last
         sizes = (C, self.rows, first_row, first, self.groups, self.ranks, sums.stride(0))
         if C == 0 or first == last:
-            return _numbers(self.plan, sums_FC) if self.gradient else None
-        known = (self.plan, self.launch, self.gradient, last - first, sizes)
-        return _fire(known, self.settled, sums_FC, self.targets, self.spans or _NOWHERE, self.given)
+            return _numbers(self.spec, sums_FC) if self.gradient else None
+        recorded = (self.spec, self.launch, self.gradient, last - first, sizes)
+        return _launch_settle(recorded, self.settled, sums_FC, self.targets, self.spans or _NOWHERE, self.given)
 
 
 _NOWHERE = (None, None)
 
 
-def _runs(rows: int) -> int:
+def _run_count(rows: int) -> int:
     return -(-rows // BLOCK)
 
 
 def settle_all(
-    known: tuple[Any, ...], sums_FC: Tensor, targets: Tensor | None, spans: Spans | None, given: Given
+    recorded: tuple[Any, ...], sums_FC: Tensor, targets: Tensor | None, spans: Spans | None, given: Given
 ) -> tuple[Settled, Tensor | None]:
-    """Repeat a call that was made as a `Settling`, all segments or rows at once.  `known`: its plan, its kernel,
-    whether it makes a gradient, how many groups there are, and its sizes.
+    """Repeat a call of a `Settling` that settled all rows at once.  `recorded`: its spec, its kernel, whether it makes
+    a gradient, how many groups there are, and its sizes.
     """
-    plan, _, _, groups, (C, *_) = known
-    settled = _room(plan, C, groups, sums_FC.device, torch.zeros)
-    return settled, _fire(known, settled, sums_FC, targets, spans or _NOWHERE, given)
+    spec, _, _, groups, (C, *_) = recorded
+    settled = _empty_results(spec, C, groups, sums_FC.device, torch.zeros)
+    return settled, _launch_settle(recorded, settled, sums_FC, targets, spans or _NOWHERE, given)
 
 
-def _fire(
-    known: tuple[Any, ...], settled: Settled, sums_FC: Tensor, targets: Tensor | None, spans: Any, given: Given
+def _launch_settle(
+    recorded: tuple[Any, ...], settled: Settled, sums_FC: Tensor, targets: Tensor | None, spans: Any, given: Given
 ) -> Tensor | None:
-    plan, launch, gradient, programs, sizes = known
-    rows, found, best, theirs, (offsets, order) = None, settled.found, settled.best, settled.theirs, spans
+    spec, launch, gradient, programs, sizes = recorded
+    rows, found, best, teacher_best, (offsets, order) = None, settled.found, settled.best, settled.teacher_best, spans
     if gradient:
-        rows = _numbers(plan, sums_FC)
+        rows = _numbers(spec, sums_FC)
     at = SettleAt(
-        sums_FC, found, found if best is None else best, found if theirs is None else theirs,
+        sums_FC, found, found if best is None else best, found if teacher_best is None else teacher_best,
         found if rows is None else rows, settled.by_segment,
     )  # fmt: skip
     launch.run(None, sums_FC.get_device(), programs, (at, targets, order, offsets, given, *sizes))
     return rows
 
 
-def _numbers(plan: Plan, sums_FC: Tensor) -> Tensor:
-    """Room for the numbers per row that the pull reads."""
-    return torch.empty(plan.pulled, sums_FC.shape[1], dtype=torch.float32, device=sums_FC.device)
+def _numbers(spec: SettleSpec, sums_FC: Tensor) -> Tensor:
+    """Uninitialised, the numbers per row that the pull reads."""
+    return torch.empty(spec.pulled, sums_FC.shape[1], dtype=torch.float32, device=sums_FC.device)
 
 
-def _room(plan: Plan, rows: int, groups: int, device: torch.device, make: Any) -> Settled:
-    found = torch.empty(plan.slots, rows, dtype=torch.float32, device=device)
-    best = torch.empty(rows, dtype=torch.int64, device=device) if plan.flags.BEST else None
-    bests = sum(plan.flags.TEACHER_BEST)
-    theirs = torch.empty(bests, rows, dtype=torch.int64, device=device) if bests else None
-    settled = Settled(found, best, plan, theirs)  # type: ignore[arg-type]  # it has what a visit's plan is asked for
-    settled.by_segment = make(plan.high, groups, dtype=torch.float32, device=device)
+def _empty_results(spec: SettleSpec, rows: int, groups: int, device: torch.device, make: Any) -> Settled:
+    found = torch.empty(spec.slots, rows, dtype=torch.float32, device=device)
+    best = torch.empty(rows, dtype=torch.int64, device=device) if spec.flags.BEST else None
+    bests = sum(spec.flags.TEACHER_BEST)
+    teacher_best = torch.empty(bests, rows, dtype=torch.int64, device=device) if bests else None
+    settled = Settled(found, best, spec, teacher_best)  # a SettleSpec has the fields of a VisitSpec that Visited uses
+    settled.by_segment = make(spec.high, groups, dtype=torch.float32, device=device)
     return settled
 
 
-class Plan(NamedTuple):
+class SettleSpec(NamedTuple):
     """What a program fixes of the kernel."""
 
     program: Any
     slots: int
     pulled: int  # numbers per row that the pull reads
     high: int  # numbers per segment
-    ends: tuple[int, ...]  # as in `visit.Plan`
+    ends: tuple[int, ...]  # as in `VisitSpec`
     flags: SettleFlags
     variants: dict[Any, Launch]
 
 
 @by_identity
-def _plan(program: Program) -> Plan:
+def _spec_of(program: Program) -> SettleSpec:
     want = program.want
     used = tuple(i for i, present in enumerate(program.present) if any(present))
-    keys, met = want.temperatures, [(name, T) for name in want.teachers for T in want.temperatures_of(name)]
+    keys, compared = want.temperatures, [(name, T) for name in want.teachers for T in want.temperatures_of(name)]
     sums = lambda x: tuple(want.sums(x, T) for T in keys)
     bests = bests_of(want)
     divergences = sum(f.element is not None for f in want.facts)
@@ -266,35 +266,35 @@ def _plan(program: Program) -> Plan:
         KINDS=tuple(KINDS.get(f.name, 0) for f in want.facts), USED=used,
         PRESENT=tuple(x for present in program.present for x in present), OF_SEGMENTS=program.of_segments,
         PICK=want.target, TOTAL=want.total, BEST=want.argmax, BEST_SLOT=1 + want.target + 2 * want.total,
-        WANT_X=sums("X"), WANT_Q=sums("Q"), TARGET=program.target, TAUGHT=bool(want.teachers),
-        THEIR_SLOT=1 + want.target + 2 * want.total + want.argmax + len(keys) + sum(sums("X")) + sum(sums("Q")),
+        WANT_X=sums("X"), WANT_Q=sums("Q"), TARGET=program.target, TEACHERS=bool(want.teachers),
+        TEACHER_SLOT=1 + want.target + 2 * want.total + want.argmax + len(keys) + sum(sums("X")) + sum(sums("Q")),
         TEACHER_BEST=tuple(want.sums("argmax", teacher=name) for name in want.teachers),
         BEST_OF=tuple(bests.index(f.teacher) if f.teacher in bests else 0 for f in want.facts),
-        MET=tuple(x in ("S", "St") or want.sums(x, T, name) for name, T in met for x in Meeting._fields),
+        JOINT=tuple(x in ("S", "St") or want.sums(x, T, name) for name, T in compared for x in JointMoments._fields),
         DIVERGENCES=divergences,
         TEACHER_PULLS=(*(x for present in program.teacher_pulls for x in present), *(True,) * len(program.divergences)),
     )  # fmt: skip
     sizes = (
-        1 + len(keys) + len(want.teachers) + 2 * len(met) + divergences, flags.KINDS.count(0), 0, len(program.metrics),
-        len(program.cotangents), len(program.input_cotangents),
+        1 + len(keys) + len(want.teachers) + 2 * len(compared) + divergences, flags.KINDS.count(0), 0,
+        len(program.metrics), len(program.cotangents), len(program.input_cotangents),
     )  # fmt: skip
     pulled = 1 + sum(1 + sum(program.present[i]) for i in used) + sum(flags.TEACHER_PULLS)
     high = len(program.terms) + 1 + len(program.segment_metrics)
-    return Plan(program, sum(sizes), pulled, high, (0, *itertools.accumulate(sizes)), flags, {})
+    return SettleSpec(program, sum(sizes), pulled, high, (0, *itertools.accumulate(sizes)), flags, {})
 
 
-def _variant(
-    plan: Plan, given: Any, means: Any, spans: Spans | None, ignore: bool, gradient: bool, ranks: bool
+def _launch_for(
+    spec: SettleSpec, given: Any, means: Any, spans: Spans | None, ignore: bool, gradient: bool, ranks: bool
 ) -> Launch:
     temperatures, inputs, bases, factors = map(kinds_of, given)
-    kinds = zip(inputs, plan.program.input_kinds, strict=True)
-    flags = plan.flags._replace(
+    kinds = zip(inputs, spec.program.input_kinds, strict=True)
+    flags = spec.flags._replace(
         GRADIENT=gradient, PER_ROW=tuple(n >= 0 for n in temperatures),
         INPUT_ROWS=tuple(2 if n == 1 and kind == "segment" else n for n, kind in kinds),
         BASE_KINDS=bases, FACTOR_KINDS=factors, MEANS=means, IGNORE=ignore, B=BLOCK,
         ORDERED=spans is not None and spans.order is not None, RUNS=spans is None, RANKS=ranks,
     )  # fmt: skip
-    functions = {"FN": plan.program.function, "VALUES": plan.program.values}
+    functions = {"FN": spec.program.function, "VALUES": spec.program.values}
     return Launch(settle_kernel, {**functions, "F": flags, "num_warps": WARPS})
 
 

@@ -1,4 +1,4 @@
-"""The gradient of rows that were settled, from the numbers per row that settling left.
+"""The gradient of rows that were settled, from the numbers per row that settling returned.
 
 Dimension key:  C rows handed in   V columns in hand   F numbers per row
 """
@@ -30,7 +30,7 @@ def pull_settled(
     teacher_temperatures: Sequence[Sequence[Temperature]] = (),
     **how: Any,
 ) -> None:
-    """Write the gradient of these rows.  `softmax`: what was settled; only the pull of teachers reads it.
+    """Write the gradient of these rows.  `softmax`: of the settled rows; only the pull of teachers reads it.
 
     `how` as in `sweeps.pull_rows`, which serves if there are no teachers, or `teacher_pulls.pull`.
     """
@@ -46,23 +46,23 @@ def pull_settled(
             pulls[i] = Pull(*(next(numbers) if x else None for x in own_present))
     teacher_pulls.pull(
         raw_CV, target_C, softmax, pulls, temperatures, out_CV, teachers=teachers,
-        teacher_pulls=_guided_by(program, numbers, softmax), teacher_temperatures=teacher_temperatures, **how,
+        teacher_pulls=_teacher_pulls(program, numbers, softmax), teacher_temperatures=teacher_temperatures, **how,
     )  # fmt: skip
     return None
 
 
-def _guided_by(program: Program, numbers: Iterator[Tensor], softmax: Softmax) -> list[tuple[DensePull, ...]]:
+def _teacher_pulls(program: Program, numbers: Iterator[Tensor], softmax: Softmax) -> list[tuple[DensePull, ...]]:
     """Each teacher's coefficients, per temperature of its comparison, from the numbers that the kernel wrote."""
     take = lambda present: [next(numbers) if x else None for x in present]
     own = iter([DensePull(*take(present)) for present in program.teacher_pulls])  # type: ignore[arg-type]  # a, b, c, d
     pulled, found = dict(zip(program.divergences, numbers, strict=True)), []
-    for name, seen in zip(program.want.teachers, softmax.teachers, strict=True):
-        slopes = dict(zip(divergences_of(program.want, name), seen.slopes, strict=True))  # type: ignore[union-attr]
+    for name, softmax_t in zip(program.want.teachers, softmax.teachers, strict=True):
+        slopes = dict(zip(divergences_of(program.want, name), softmax_t.slopes, strict=True))  # type: ignore[union-attr]
         pulls = []
         for T in program.want.temperatures_of(name):
-            mine = [
+            divergences = [
                 DivergencePull(f.element, pulled[f], slopes[f]) for f in slopes if f.temperature == T and f in pulled
             ]
-            pulls.append(next(own)._replace(divergences=tuple(mine)))
+            pulls.append(next(own)._replace(divergences=tuple(divergences)))
         found.append(tuple(pulls))
     return found

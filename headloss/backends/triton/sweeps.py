@@ -5,10 +5,10 @@ Dimension key:  C rows handed in   V columns in hand   P parts a row is swept in
     sums   one launch, in which a program reads a part of a row, and one small launch that merges the parts
     pull   one launch, in which a program writes some columns of a row
 
-They read bf16, fp16 or float32 and compute in float32.  Teachers have kernels of their own, `teachers.py` and
+They read bf16, fp16 or float32 and compute in float32.  Teachers have other kernels, `teachers.py` and
 `teacher_pulls.py`.  Nothing is tuned at run time and nothing is atomic, so a call gives the same bits each time.  The
-number of parts per row depends on V alone, so a row's facts do not depend on the number of rows; `BATCH_INVARIANT =
-False` lets that decide too, which is faster for a handful of rows.  How rows are laid out: `tiles.py`.
+number of parts per row depends on V alone, so a row's facts do not depend on the number of rows.  With `BATCH_INVARIANT
+= False` it depends on both, which is faster for a handful of rows.  How rows are laid out: `tiles.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from headloss.facts import Moments, Partial, Pull, Softmax, Want
 from headloss.kept import keep
 
 BATCH_INVARIANT = True
-PROGRAMS = 1024  # enough to fill a GPU, if the number of rows may decide the parts
+PROGRAMS = 1024  # enough to fill a GPU, where the parts of a row depend on the number of rows
 
 
 # by columns in hand: the first entry whose bound is not below V.  Measured on an H200; see benchmarks/gpu_kernels.py
@@ -73,14 +73,14 @@ def sums_matrix(
     start: int = 0,
     batch_invariant: bool | None = None,
     shape: Shape | None = None,
-    noted: list[Any] | None = None,
+    recorded: list[Any] | None = None,
 ) -> Tensor:
     """The same as a matrix, in the order of `named`; `start` is the first column's index in the whole vocabulary.
 
-    `noted` receives what later calls on matrices like this one need: see `cached_launches.py`.
+    `recorded` receives what repeated calls need: see `cached_launches.py`.
     """
     C, V = raw_CV.shape
-    if C == 0 or V == 0 or not want.facts:  # nobody reads a maximum alone, and Triton 3.6 cannot compile it
+    if C == 0 or V == 0 or not want.facts:  # a maximum alone is never read, and Triton 3.6 cannot compile it
         check_dtype(raw_CV)
         return _identity(_sum_slots(want), want, raw_CV)
     raw, size, device = rows_of(raw_CV), raw_CV.element_size(), raw_CV.device
@@ -90,24 +90,25 @@ def sums_matrix(
         width = _width_for(C, V, shape.block(raw_CV))
     parts = -(-(V + raw.skew) // width)
     given = tuple([T if type(T) is float else plain_temperature(T) for T in temperatures])
-    form = (want, shape, size, raw.line, raw.vector, per_row(given), scale != 1.0, softcap is not None, parts, device)
-    known = _SUMS.get(form)
-    if known is None:
+    transforms = scale != 1.0, softcap is not None
+    variant = (want, shape, size, raw.line, raw.vector, per_row(given), *transforms, parts, device)
+    launches = _SUMS.get(variant)
+    if launches is None:
         check_dtype(raw_CV)
-        known = keep(_SUMS, form, _sums_launches(*form), MOST_KNOWN)
+        launches = keep(_SUMS, variant, _sums_launches(*variant), MOST_KNOWN)
     target = target_C if want.target else None
     places = (raw.x_CV.stride(0), raw.lead, 0 if target is None else target.stride(0), start)
     # all that a compiled kernel depends on, read once: see launch.py
-    key = (*kinds_of(raw.x_CV, target, *given), C == 1, C & 15, C >> 31, V, width, places)
-    found = (*known, want.target, key, (C, V, parts), width, given, (*places, (float(scale), softcap or 1.0)))
-    if noted is not None and raw.x_CV is raw_CV:
-        noted.append(found)
-    return fire_sums(found, raw.x_CV, target_C)
+    key = (*argument_kinds(raw.x_CV, target, *given), C == 1, C & 15, C >> 31, V, width, places)
+    found = (*launches, want.target, key, (C, V, parts), width, given, (*places, (float(scale), softcap or 1.0)))
+    if recorded is not None and raw.x_CV is raw_CV:
+        recorded.append(found)
+    return launch_sums(found, raw.x_CV, target_C)
 
 
-def fire_sums(known: tuple[Any, ...], x: Tensor, target: Tensor | None) -> Tensor:
+def launch_sums(recorded: tuple[Any, ...], x: Tensor, target: Tensor | None) -> Tensor:
     """Launch the kernels of `sums_matrix`."""
-    launch, merge, slots, rows, picks, key, sizes, width, given, how = known
+    launch, merge, slots, rows, picks, key, sizes, width, given, how = recorded
     (C, _, parts), device, where = sizes, x.device, x.get_device()
     target = target if picks else None
     if merge is None:
@@ -153,7 +154,7 @@ def _sums_launches(
     return launch, merge, _sum_slots(want), rows
 
 
-def kinds_of(*xs: Any) -> list[Any]:
+def argument_kinds(*xs: Any) -> list[Any]:
     """What a compiled kernel depends on: of a tensor its dtype and alignment, of a number or None its type."""
     return [(x.dtype, x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else type(x) for x in xs]
 
@@ -178,17 +179,17 @@ def pull(
         numbers += [softmax.log_sums[i], *(x for x in pulls[i] if x is not None)]
     # stacked: a coefficient may be a stride-0 expand straight from a sum's backward
     rows_FC = torch.stack([x.to(torch.float32) for x in numbers])
-    there = [tuple(x is not None for x in pulls[i]) for i in used]
+    present = [tuple(x is not None for x in pulls[i]) for i in used]
     given = [temperatures[i] for i in used]
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "start": start, "shape": shape}
-    pull_rows(raw_CV, target_C, rows_FC, there, given, out_CV, **how)
+    pull_rows(raw_CV, target_C, rows_FC, present, given, out_CV, **how)
 
 
 def pull_rows(
     raw_CV: Tensor,
     target_C: Tensor | None,
     rows_FC: Tensor,
-    there: Sequence[tuple[bool, ...]],
+    present: Sequence[tuple[bool, ...]],
     temperatures: Sequence[float | Tensor],
     out_CV: Tensor,
     *,
@@ -196,21 +197,21 @@ def pull_rows(
     softcap: float | None = None,
     start: int = 0,
     shape: Shape | None = None,
-    noted: list[Any] | None = None,
+    recorded: list[Any] | None = None,
 ) -> None:
     """The same from numbers per row: the maximum and, for each temperature that pulls, the log_sum and the coefficients
-    that are `there`.  `noted`: see `sums_matrix`."""
+    that are `present`.  `recorded`: see `sums_matrix`."""
     check_dtype(raw_CV)
     C, V = raw_CV.shape
     if C == 0 or V == 0:
         return
-    if not there:
+    if not present:
         out_CV.zero_()
         return
-    if out_CV.stride(-1) != 1 and V > 1:  # rare: write into another tensor, then copy
+    if out_CV.stride(-1) != 1 and V > 1:  # rare: write to another tensor, then copy
         other_CV = torch.empty_like(out_CV, memory_format=torch.contiguous_format)
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "start": start, "shape": shape}
-        pull_rows(raw_CV, target_C, rows_FC, there, temperatures, other_CV, **how)
+        pull_rows(raw_CV, target_C, rows_FC, present, temperatures, other_CV, **how)
         out_CV.copy_(other_CV)
         return
     raw, out = rows_of(raw_CV), rows_of(out_CV)
@@ -220,25 +221,25 @@ def pull_rows(
     together = raw.vector == out.vector and not apart % raw.vector and not lead_apart % raw.vector
     shape = shape or row_shape(PULL, V)
     given = tuple([T if type(T) is float else plain_temperature(T) for T in temperatures])
-    form = (
-        tuple(there), shape, out_CV.element_size(), out.line, out.vector, raw.vector if together else 1,
+    variant = (
+        tuple(present), shape, out_CV.element_size(), out.line, out.vector, raw.vector if together else 1,
         per_row(given), scale != 1.0, softcap is not None, target_C is not None,
     )  # fmt: skip
-    known = _PULLS.get(form) or keep(_PULLS, form, _pull_launch(*form), MOST_KNOWN)
-    aims = known.constants["F"].TARGET
-    target = target_C if aims else None
+    launches = _PULLS.get(variant) or keep(_PULLS, variant, _pull_launch(*variant), MOST_KNOWN)
+    has_target = launches.constants["F"].TARGET
+    target = target_C if has_target else None
     parts = -(-(V + out.skew) // shape.width)
     numbers = PullGiven(given, float(scale), softcap or 1.0)
     places = (stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start)
-    key = (*kinds_of(raw.x_CV, rows_FC, out.x_CV, target, *given), C == 1, C & 15, C >> 31, V, parts, places)
-    found = (known, aims, key, C * parts, (numbers, C, V, parts, *places))
-    if noted is not None and raw.x_CV is raw_CV and out.x_CV is out_CV:
-        noted.append(found)
-    fire_pull(found, raw.x_CV, target_C, rows_FC, out.x_CV)
+    key = (*argument_kinds(raw.x_CV, rows_FC, out.x_CV, target, *given), C == 1, C & 15, C >> 31, V, parts, places)
+    found = (launches, has_target, key, C * parts, (numbers, C, V, parts, *places))
+    if recorded is not None and raw.x_CV is raw_CV and out.x_CV is out_CV:
+        recorded.append(found)
+    launch_pull(found, raw.x_CV, target_C, rows_FC, out.x_CV)
 
 
-def fire_pull(
-    known: tuple[Any, ...],
+def launch_pull(
+    recorded: tuple[Any, ...],
     x: Tensor,
     target: Tensor | None,
     rows_FC: Tensor,
@@ -246,18 +247,18 @@ def fire_pull(
     teachers: tuple[Tensor, ...] = (),
 ) -> None:
     """Launch the kernel of `pull_rows`, or of a pull with teachers."""
-    launch, aims, key, programs, how = known
-    launch.run(key, x.get_device(), programs, (PullAt(x, teachers, rows_FC, out), target if aims else None, *how))
+    launch, has_target, key, programs, how = recorded
+    launch.run(key, x.get_device(), programs, (PullAt(x, teachers, rows_FC, out), target if has_target else None, *how))
 
 
 _PULLS: dict[Any, Launch] = {}
 
 
 def _pull_launch(
-    there: tuple[tuple[bool, ...], ...], shape: Shape, size: int, line: int, vector: int, raw_vector: int,
+    present: tuple[tuple[bool, ...], ...], shape: Shape, size: int, line: int, vector: int, raw_vector: int,
     per_row: tuple[bool, ...], scaled: bool, capped: bool, has_target: bool,
 ) -> Launch:  # fmt: skip
-    pulls = dict(zip("ABECY", zip(*there, strict=True), strict=True))
+    pulls = dict(zip("ABECY", zip(*present, strict=True), strict=True))
     flags = PullFlags(
         **pulls, PER_ROW=per_row, TARGET=has_target and any(pulls["Y"]), SCALED=scaled, CAPPED=capped,
         WIDTH=shape.width, LINE=line, VEC=vector, RAW_VEC=raw_vector, BLOCK=shape.block_of(size), STAGES=shape.stages,
@@ -272,15 +273,15 @@ def scale_(x: Tensor, scale: Tensor) -> None:
     elif x.numel():
         n = x.numel()
         aligned = (x.data_ptr() & 15 == 0, scale.data_ptr() & 15 == 0)
-        form = (x.dtype, scale.dtype, *aligned, n == 1, n & 15 == 0, n >> 31 == 0)
-        _SCALE.run(form, x.get_device(), min(-(-n // 8192), PROGRAMS), (x, scale, n))
+        key = (x.dtype, scale.dtype, *aligned, n == 1, n & 15 == 0, n >> 31 == 0)
+        _SCALE.run(key, x.get_device(), min(-(-n // 8192), PROGRAMS), (x, scale, n))
 
 
 _SCALE = Launch(scale_kernel, {"BLOCK": 8192, "num_warps": 8})
 
 
 def _width_for(C: int, V: int, block: int) -> int:
-    """Columns per part if the number of rows may decide: enough for PROGRAMS programs, in whole blocks."""
+    """Columns per part if not BATCH_INVARIANT: enough for PROGRAMS programs, in whole blocks."""
     parts = min(triton.cdiv(PROGRAMS, C), triton.cdiv(V, block))
     parts = 1 << (parts - 1).bit_length()
     return triton.cdiv(triton.cdiv(V, parts), block) * block
@@ -293,7 +294,7 @@ def _identity(slots: int, want: Want, raw_CV: Tensor) -> Tensor:
 
 
 def named(out: Tensor, want: Want) -> Partial:
-    """The kernels' numbers, (F, C), by name; they are stored in this order."""
+    """The kernels' numbers (F, C) by name, in the order in which they are stored."""
     slots = iter(out)
     return Partial(
         max=next(slots),

@@ -2,12 +2,12 @@
 
 Dimension key:  C rows handed in   V columns in hand   U columns shared with the teacher   K ids   P parts   F numbers
 
-    sums   the first dense teacher in the student's launch, every further teacher in a launch of its own
+    sums   the first dense teacher in the student's launch, every further teacher in a separate launch
     divergence_pass   one launch per teacher and temperature, if a divergence needs both softmaxes (`second_read.py`)
     pull   one launch for the student, the tails and all dense teachers (`teacher_pulls.py`); the gradient at the ids of
            sparse teachers is computed separately and stored last
 
-Columns that only some teachers have get a launch of their own.
+Columns that only some teachers have take a separate launch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headloss.backends.triton.kernels.records import SweepFlags
 from headloss.backends.triton.kernels.sparse import merge_ids_kernel, tail_kernel
 from headloss.backends.triton.kernels.sums import merge_kernel
 from headloss.backends.triton.launch import Launch, launch_kernel, launch_of
-from headloss.backends.triton.sweeps import SUMS, kinds_of
+from headloss.backends.triton.sweeps import SUMS, argument_kinds
 from headloss.backends.triton.sweeps import sums as student_sums
 from headloss.backends.triton.tiles import (
     Shape,
@@ -48,7 +48,7 @@ from headloss.nested import nest
 from headloss.teachers import (
     DenseChunk,
     DensePartial,
-    Meeting,
+    JointMoments,
     SparseChunk,
     SparsePartial,
     TeacherChunk,
@@ -74,11 +74,11 @@ def sums(
     softcap: float | None = None,
     start: int = 0,
     shape: Shape | None = None,
-    noted: list[Any] | None = None,
+    recorded: list[Any] | None = None,
 ) -> Partial:
     """The student's partial and every teacher's.
 
-    `noted` receives, for each dense teacher, what later calls like this one need, and its matrix of sums: see
+    `recorded` receives, for each dense teacher, what repeated calls need, and its matrix of sums: see
     `cached_launches.py`.
     """
     V, how = raw_CV.shape[1], Transform(scale, softcap)
@@ -92,22 +92,22 @@ def sums(
         chunk = teachers[first]
         assert isinstance(chunk, DenseChunk)
         U, name = chunk.columns, want.teachers[first]
-        partial, dense = _together(raw_CV[:, :U], target_C, want, name, chunk, student, how, start, shape, noted)
+        partial, dense = _pair_sums(raw_CV[:, :U], target_C, want, name, chunk, student, how, start, shape, recorded)
         shared_C = partial.max
         if U < V:
             rest = student_sums(raw_CV[:, U:], target_C, want, temperatures, start=start + U, **options)
             partial = merge(_stacked(partial, rest), temperatures)
-        found[first] = _moved(dense, shared_C, partial.max, _pairs(want, name, chunk, student))
+        found[first] = _rebased(dense, shared_C, partial.max, _pairs(want, name, chunk, student))
     for i, (name, chunk) in enumerate(zip(want.teachers, teachers, strict=True)):
         if isinstance(chunk, SparseChunk):
             found[i] = _sparse(raw_CV, partial.max, want, name, chunk, student, how, start, shape)
         elif isinstance(chunk, TopChunk):
             found[i] = top_partial(raw_CV, partial.max, chunk, how, start)
         elif i != first:
-            narrow = raw_CV[:, : chunk.columns]
-            other, dense = _together(narrow, None, want, name, chunk, student, how, start, shape, noted, alone=True)
+            raw_CU = raw_CV[:, : chunk.columns]
+            other, dense = _pair_sums(raw_CU, None, want, name, chunk, student, how, start, shape, recorded, alone=True)
             shared_C = partial.max if chunk.columns == V else other.max
-            found[i] = _moved(dense, shared_C, partial.max, _pairs(want, name, chunk, student))
+            found[i] = _rebased(dense, shared_C, partial.max, _pairs(want, name, chunk, student))
     return partial._replace(teachers=tuple(found[i] for i in range(len(teachers))))
 
 
@@ -115,8 +115,8 @@ def _pairs(want: Want, name: str, chunk: DenseChunk, student: dict[Any, Temperat
     return [(student[key], Tt) for key, Tt in zip(want.temperatures_of(name), chunk.temperatures, strict=True)]
 
 
-def _moved(dense: DensePartial, shared_C: Tensor, max_C: Tensor, pairs: list[Any]) -> TeacherPartial:
-    """Sums relative to the maximum of the shared columns, made relative to the student's own."""
+def _rebased(dense: DensePartial, shared_C: Tensor, max_C: Tensor, pairs: list[Any]) -> TeacherPartial:
+    """Sums relative to the maximum of the shared columns, made relative to that of all the student's columns."""
     if shared_C is max_C:
         return dense
     shift = torch.where(shared_C == -math.inf, -math.inf, shared_C - max_C)
@@ -135,7 +135,7 @@ def columns_a_load(raw_CU: Tensor, teacher_CU: Tensor, shape: Shape) -> int:
     return J
 
 
-def _together(
+def _pair_sums(
     raw_CU: Tensor,
     target_C: Tensor | None,
     want: Want,
@@ -145,36 +145,36 @@ def _together(
     how: Transform,
     start: int,
     shape: Shape | None,
-    noted: list[Any] | None,
+    recorded: list[Any] | None,
     alone: bool = False,
 ) -> tuple[Partial, DensePartial]:
     """The partials of the shared columns; `alone`: without the facts of the student itself."""
     check_dtype(raw_CU)
     C, U = raw_CU.shape
-    met_keys = want.temperatures_of(name)
-    keys = met_keys if alone else want.temperatures
-    met = tuple(key in met_keys for key in keys)
+    compared_keys = want.temperatures_of(name)
+    keys = compared_keys if alone else want.temperatures
+    compared = tuple(key in compared_keys for key in keys)
     own = lambda x: tuple(not alone and want.sums(x, key) for key in keys)
     shared = lambda x: tuple(want.sums(x, key, name) for key in keys)
     target = target_C if want.target and not alone else None
     given = tuple(plain_temperature(student[key]) for key in keys)
-    theirs = dict(zip(met_keys, chunk.temperatures, strict=True))
-    given_theirs = tuple(plain_temperature(theirs.get(key, 1.0)) for key in keys)
+    teacher_T = dict(zip(compared_keys, chunk.temperatures, strict=True))
+    given_teacher_T = tuple(plain_temperature(teacher_T.get(key, 1.0)) for key in keys)
     other, chained = Transform(chunk.scale, chunk.softcap), chains(raw_CU.device)
     wanted = SweepFlags(
         per_row(given), **how.flags(), **other.flags("TEACHER_"), TARGET=target is not None,
         TOTAL=want.total and not alone, BEST=want.argmax and not alone,
         WANT_X=tuple(a or b for a, b in zip(own("X"), shared("X"), strict=True)), WANT_Q=own("Q"),
-        TEACHER_BEST=want.sums("argmax", teacher=name), MET=met, WANT_Y=shared("Y"), WANT_F=shared("F"),
-        WANT_G=shared("G"), TEACHER_PER_ROW=per_row(given_theirs), CHAINED=chained,
+        TEACHER_BEST=want.sums("argmax", teacher=name), COMPARED=compared, WANT_Y=shared("Y"), WANT_F=shared("F"),
+        WANT_G=shared("G"), TEACHER_PER_ROW=per_row(given_teacher_T), CHAINED=chained,
     )  # fmt: skip
     pairs = sum(wanted.WANT_F) + sum(wanted.WANT_G)
-    swept = 2 + 2 * wanted.TOTAL + wanted.BEST + wanted.TEACHER_BEST + len(keys) + sum(met) + 2 * pairs
+    swept = 2 + 2 * wanted.TOTAL + wanted.BEST + wanted.TEACHER_BEST + len(keys) + sum(compared) + 2 * pairs
     swept += sum(wanted.WANT_X) + sum(wanted.WANT_Q) + sum(wanted.WANT_Y)
     slots = swept - pairs + (target is not None)
     if C == 0 or U == 0:
         out_FC = torch.zeros(slots, C, dtype=torch.float32, device=raw_CU.device)
-        partial, dense = _named(out_FC, wanted, own("X"), shared("X"))
+        partial, dense = _by_name(out_FC, wanted, own("X"), shared("X"))
         for x in (partial.max, dense.max, *([] if partial.target is None else [partial.target])):
             x.fill_(-math.inf)
         return partial, dense
@@ -190,48 +190,48 @@ def _together(
     rows = max(1, 32 // padded)
     sweep = launch_of(dense_sums_kernel, F=flags, num_warps=shape.warps, **options)
     merging = launch_of(dense_merge_kernel, F=wanted._replace(PADDED=padded, ROWS=rows), num_warps=1, **options)
-    place, temperatures = (raw.x_CV.stride(0), raw.lead), (given, given_theirs)
-    theirs_at, at = (teacher.x_CV.stride(0), teacher.lead), (0 if target is None else target.stride(0), start)
+    raw_place, temperatures = (raw.x_CV.stride(0), raw.lead), (given, given_teacher_T)
+    teacher_place, at = (teacher.x_CV.stride(0), teacher.lead), (0 if target is None else target.stride(0), start)
     # all that a compiled kernel depends on: see launch.py
-    kinds = kinds_of(raw.x_CV, teacher.x_CV, target, *given, *given_theirs)
-    key = (*kinds, C == 1, C & 15, C >> 31, U, shape.width, place, theirs_at, at)
+    kinds = argument_kinds(raw.x_CV, teacher.x_CV, target, *given, *given_teacher_T)
+    key = (*kinds, C == 1, C & 15, C >> 31, U, shape.width, raw_place, teacher_place, at)
     found = (
         sweep, merging, swept, slots, rows, target is not None, key,
-        (*temperatures, C, U, parts, shape.width, *place, *theirs_at, start, (*how.numbers, *other.numbers)),
-        (*temperatures, C, U, parts, *place, *at, how.numbers),
+        (*temperatures, C, U, parts, shape.width, *raw_place, *teacher_place, start, (*how.numbers, *other.numbers)),
+        (*temperatures, C, U, parts, *raw_place, *at, how.numbers),
     )  # fmt: skip
-    whole = fire_dense(found, raw.x_CV, target, teacher.x_CV)
-    if noted is not None and is_as_given(raw, raw_CU) and is_as_given(teacher, chunk.raw_CV):
-        noted.append((found, whole))
-    return _named(whole, wanted, own("X"), shared("X"))
+    whole = launch_dense_sums(found, raw.x_CV, target, teacher.x_CV)
+    if recorded is not None and is_as_given(raw, raw_CU) and is_as_given(teacher, chunk.raw_CV):
+        recorded.append((found, whole))
+    return _by_name(whole, wanted, own("X"), shared("X"))
 
 
-def fire_dense(known: tuple[Any, ...], x: Tensor, target: Tensor | None, teacher: Tensor) -> Tensor:
-    """Launch the kernels of `_together`; the numbers come in the order of `_named`."""
-    sweep, merging, swept, slots, rows, aims, key, swept_how, merged_how = known
+def launch_dense_sums(recorded: tuple[Any, ...], x: Tensor, target: Tensor | None, teacher: Tensor) -> Tensor:
+    """Launch the kernels of `_pair_sums`; the numbers come in the order of `_by_name`."""
+    sweep, merging, swept, slots, rows, has_target, key, swept_how, merged_how = recorded
     (_, _, C, _, parts, *_), device, where = swept_how, x.device, x.get_device()
     each = torch.empty(swept, parts, C, dtype=torch.float32, device=device)
     sweep.run(key, where, C * parts, (x, teacher, each, *swept_how))
     whole = torch.empty(slots, C, dtype=torch.float32, device=device)
-    merging.run(key, where, -(-C // rows), (x, target if aims else None, each, whole, *merged_how))
+    merging.run(key, where, -(-C // rows), (x, target if has_target else None, each, whole, *merged_how))
     return whole
 
 
-def _named(out_FC: Tensor, wanted: SweepFlags, entropy: Any, shared: Any) -> tuple[Partial, DensePartial]:
+def _by_name(out_FC: Tensor, wanted: SweepFlags, entropy: Any, shared: Any) -> tuple[Partial, DensePartial]:
     """The kernels' numbers by name, in the order in which they are stored."""
     slots = iter(out_FC)
-    take = lambda there: next(slots) if there else None
+    take = lambda present: next(slots) if present else None
     best, at, total, columns = next(slots), take(wanted.TARGET), take(wanted.TOTAL), take(wanted.TOTAL)
     argmax, teacher_max, teacher_argmax = take(wanted.BEST), next(slots), take(wanted.TEACHER_BEST)
-    moments, meetings = [], []
-    for i, met in enumerate(wanted.MET):
+    moments, joint = [], []
+    for i, compared in enumerate(wanted.COMPARED):
         S, X, Q = next(slots), take(wanted.WANT_X[i]), take(wanted.WANT_Q[i])
         moments.append(Moments(S, X if entropy[i] else None, Q))
-        if met:
+        if compared:
             St, Y, F, G = next(slots), take(wanted.WANT_Y[i]), take(wanted.WANT_F[i]), take(wanted.WANT_G[i])
-            meetings.append(Meeting(S, X if shared[i] else None, St, Y, F, G))
+            joint.append(JointMoments(S, X if shared[i] else None, St, Y, F, G))
     partial = Partial(best, argmax, at, total, columns, tuple(moments))
-    return partial, DensePartial(teacher_max, teacher_argmax, tuple(meetings))
+    return partial, DensePartial(teacher_max, teacher_argmax, tuple(joint))
 
 
 def _sparse(
@@ -301,7 +301,7 @@ def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start:
         return out
     raw, shape = rows_of(raw_CV), shape or row_shape(SUMS, V)
     parts, K = triton.cdiv(V + raw.skew, shape.width), chunk.ids_CK.shape[-1]
-    place = (raw.x_CV.stride(0), raw.lead)
+    raw_place = (raw.x_CV.stride(0), raw.lead)
     off = (False,) * len(given)
     wanted = SweepFlags(per_row(given), **how.flags(), WANT_X=off, WANT_Q=off)
     found = out[:, None] if parts == 1 else torch.empty(len(out), parts, C, dtype=out.dtype, device=out.device)
@@ -311,7 +311,7 @@ def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start:
     )  # fmt: skip
     launch_kernel(
             tail_kernel, C * parts,
-        raw.x_CV, chunk.in_order(), found, given, C, V, parts, shape.width, *place, start, K, how.numbers,
+        raw.x_CV, chunk.in_order(), found, given, C, V, parts, shape.width, *raw_place, start, K, how.numbers,
         F=flags, num_warps=shape.warps,
     )  # fmt: skip
     if parts > 1:
@@ -319,7 +319,7 @@ def _tail(raw_CV: Tensor, chunk: SparseChunk, given: Any, how: Transform, start:
         rows = max(1, 32 // padded)
         launch_kernel(
             merge_kernel, triton.cdiv(C, rows),
-            raw.x_CV, None, found, out, given, C, V, parts, *place, 0, start, how.numbers,
+            raw.x_CV, None, found, out, given, C, V, parts, *raw_place, 0, start, how.numbers,
             F=wanted._replace(PADDED=padded, ROWS=rows), num_warps=1,
         )  # fmt: skip
     return out

@@ -73,7 +73,7 @@ class Rows(NamedTuple):
     x_CV: Tensor
     lead: int
     line: int  # elements from one boundary to the next
-    vector: int  # elements of a 16-byte vector; 1 if nothing is known about where rows start
+    vector: int  # elements of a 16-byte vector; 1 if rows may start anywhere
 
     @property
     def skew(self) -> int:
@@ -100,7 +100,7 @@ def rows_of(x_CV: Tensor) -> Rows:
     if not (first | stride * size) & 15:
         return Rows(x_CV, 0, vector, vector)
     lead = first % 128 // size
-    if not PEEL or lead > x_CV.storage_offset():  # the second: memory that is not torch's own may start off a boundary
+    if not PEEL or lead > x_CV.storage_offset():  # the second: memory from outside torch may start off a boundary
         return Rows(x_CV, 0, 1, 1)
     if lead:
         x_CV = x_CV.as_strided(x_CV.shape, x_CV.stride(), x_CV.storage_offset() - lead)
@@ -147,5 +147,5 @@ def readable(x_CV: Tensor) -> Tensor:
 
 
 def is_as_given(rows: Rows, x: Tensor) -> bool:
-    """Whether kernels are given the tensor as it is, neither a copy nor the boundary before it."""
+    """Whether kernels get the tensor itself, not a copy or the boundary before it."""
     return rows.x_CV.data_ptr() == x.data_ptr()

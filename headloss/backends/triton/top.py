@@ -1,6 +1,6 @@
 """The likeliest columns of each row: one kernel finds them and a few more, another puts them in order.
 
-Dimension key:  C rows handed in   V columns in hand   K columns wanted   M room for those that are found   G groups
+Dimension key:  C rows handed in   V columns in hand   K columns wanted   M columns found, at most   G groups
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from headloss.backends.triton.launch import launch_kernel
 from headloss.backends.triton.sweeps import sums as student_sums
 from headloss.backends.triton.tiles import Transform, check_dtype, readable, rows_of
 from headloss.facts import Fact, Want
-from headloss.teachers import DenseChunk, SparsePartial, Theirs, TopChunk, column
+from headloss.teachers import DenseChunk, SparsePartial, TeacherTop, TopChunk, column
 
-BEYOND = 1 << 24  # a column beyond any vocabulary, which float32 still holds exactly
+BEYOND = 1 << 24  # a column beyond any vocabulary, which float32 represents exactly
 
 
 def top_partial(raw_CV: Tensor, max_C: Tensor, chunk: TopChunk, how: Transform, start: int) -> SparsePartial:
@@ -31,8 +31,8 @@ def top_partial(raw_CV: Tensor, max_C: Tensor, chunk: TopChunk, how: Transform, 
     origin_C1 = max_C.masked_fill(max_C == -math.inf, 0.0)[:, None]
     ids_CK = torch.nn.functional.pad(values_CK - origin_C1, fill, value=-math.inf)
     columns_CK = torch.nn.functional.pad((column_CK + start).float(), fill, value=BEYOND)
-    theirs = None if chunk.of is None else _theirs(chunk.of, column_CK, fill)
-    return SparsePartial(ids_CK, None, (), None, columns_CK, theirs)
+    teacher_top = None if chunk.of is None else _teacher_top(chunk.of, column_CK, fill)
+    return SparsePartial(ids_CK, None, (), None, columns_CK, teacher_top)
 
 
 L = 256  # lanes of a program
@@ -75,7 +75,7 @@ def largest(raw_CV: Tensor, k: int, how: Transform) -> tuple[Tensor, Tensor]:
     return values_CK, columns_CK
 
 
-def _theirs(of: DenseChunk, column_CK: Tensor, fill: Sequence[int]) -> Theirs:
+def _teacher_top(of: DenseChunk, column_CK: Tensor, fill: Sequence[int]) -> TeacherTop:
     raw_CU, how = readable(of.raw_CV[:, : of.columns]), Transform(of.scale, of.softcap)
     facts = [Fact("lse", float(i + 1)) for i in range(len(of.temperatures))]  # any distinct temperatures will do
     found = student_sums(raw_CU, None, Want(facts), of.temperatures, scale=of.scale, softcap=of.softcap)
@@ -84,8 +84,8 @@ def _theirs(of: DenseChunk, column_CK: Tensor, fill: Sequence[int]) -> Theirs:
         max_C = torch.maximum(max_C, lse_C * T)
     origin_C1 = max_C.masked_fill(max_C == -math.inf, 0.0)[:, None]
     if of.tail:
-        lost_C, known = found.max - origin_C1[:, 0], zip(sums, of.tail, of.temperatures, strict=True)
-        sums = tuple(S * (lost_C / T).exp() + (lse_C - origin_C1[:, 0] / T).exp() for S, lse_C, T in known)
+        lost_C, tails = found.max - origin_C1[:, 0], zip(sums, of.tail, of.temperatures, strict=True)
+        sums = tuple(S * (lost_C / T).exp() + (lse_C - origin_C1[:, 0] / T).exp() for S, lse_C, T in tails)
     here_CK = column_CK < of.columns
     if of.columns:
         y_CK = how(raw_CU.gather(-1, column_CK.clamp(max=of.columns - 1))) - origin_C1
@@ -93,4 +93,4 @@ def _theirs(of: DenseChunk, column_CK: Tensor, fill: Sequence[int]) -> Theirs:
         y_CK = torch.zeros(column_CK.shape, dtype=torch.float32, device=column_CK.device)
     y_CK = torch.nn.functional.pad(y_CK.masked_fill(~here_CK, -math.inf), list(fill), value=-math.inf)
     at = tuple(y_CK / column(T) for T in of.temperatures)
-    return Theirs(max_C, at, sums)
+    return TeacherTop(max_C, at, sums)

@@ -3,8 +3,8 @@
 Dimension key:  C rows handed in   V columns in hand   T terms   F numbers per row
 
 The terms come as a `Program` (program.py): their joint graph printed as a Triton function.  It runs inside the kernel,
-so logits are read once and their gradient is written once; a teacher's are read along with them.  Nothing is tuned at
-run time, and nothing depends on the order in which programs run.
+so logits are read once and their gradient is written once; a teacher's logits are read along with them.  Nothing is
+tuned at run time, and results do not depend on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 import triton  # type: ignore
 from torch import Tensor
 
-from headloss.backends.triton.given_numbers import Number, as_number, forms_of, kinds_in
-from headloss.backends.triton.kernels.meeting import IN_TURN, MISSING
+from headloss.backends.triton.given_numbers import Number, as_number, kinds_in, specialization_of
 from headloss.backends.triton.kernels.records import At, Flags, Given
+from headloss.backends.triton.kernels.shared_rows import IN_TURN, MISSING
 from headloss.backends.triton.kernels.visit import visit_kernel
 from headloss.backends.triton.launch import MOST_KNOWN, Launch
 from headloss.backends.triton.printer.program import Program
@@ -32,8 +32,8 @@ from headloss.backends.triton.tiles import (
     rows_of,
     vector_along,
 )
-from headloss.backends.triton.visit_records import Plan, Visited
-from headloss.backends.triton.visit_records import plan_of as plan_of
+from headloss.backends.triton.visit_records import Visited, VisitSpec
+from headloss.backends.triton.visit_records import spec_of as spec_of
 from headloss.facts import Want
 from headloss.kept import keep
 from headloss.teachers import DenseChunk, TeacherChunk
@@ -48,10 +48,10 @@ class Arguments(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How a row is swept: a block has `loads` 16-byte vectors per lane; `ahead`: the next block is loaded while one is
-    summed; `registers`: at most so many per lane, so that more rows run at once; `keep`: so many of the last whole
-    blocks stay in registers from the first sweep to the second; `span`: a program has so many blocks of a row, which
-    it shares with others; 0: all of them.
+    """How a row is swept.  `loads`: 16-byte vectors of a block, per lane.  `ahead`: load the next block while one is
+    summed.  `registers`: the most that a lane may have, so that more rows run at once.  `keep`: how many of the last
+    whole blocks stay in registers from the first sweep to the second.  `span`: how many blocks of a shared row a
+    program has; 0: no row is shared.
     """
 
     warps: int
@@ -68,13 +68,13 @@ class Shape(NamedTuple):
 
     @property
     def part(self) -> int:
-        """How many bytes of a row a program has, if others share the row."""
+        """How many bytes of a shared row a program has."""
         return self.span * self.block
 
 
-# By the bytes of a row: the first entry whose bound is not below them.  Second column: if more is summed than e^z, or
-# rows may start anywhere, which needs registers.  Measured on an H200: `python benchmarks/gpu_visit.py --configs`.  A
-# long row has a multiprocessor for itself, with 64 registers per lane; of shorter ones, two or three run at once.
+# By the bytes of a row: the first entry whose bound is not below them.  The second shape is for sums besides that of
+# e^z and for rows that start anywhere, which need registers.  Measured on an H200: `benchmarks/gpu_visit.py --configs`.
+# A long row has a multiprocessor to itself, with 64 registers per lane; of shorter ones, two or three run at once.
 KIB = 1024
 SHAPES = (
     (2 * KIB, Shape(2, 1), Shape(2, 1)),
@@ -93,20 +93,20 @@ FORWARD = (
     (128 * KIB, Shape(8, 4), Shape(4, 4)),
     (1 << 40, Shape(8, 4), Shape(8, 4, True)),
 )
-# Above and up to so many bytes, rows of which only e^z is summed are read once, by programs that keep their blocks;
-# several run at once on a multiprocessor, so that some load or store while others wait for the rest of their row.
+# If only e^z is summed, programs share rows of more than the first number of bytes, up to the second, and read each
+# block once.  Several run at once on a multiprocessor: some load or store while others wait for the rest of their row.
 SHARED = (
     (160 * KIB, 224 * KIB, Shape(2, 16, registers=96, span=1)),
     (400 * KIB, 1 << 40, Shape(4, 16, registers=96, span=1)),
 )
-# So are rows with a dense teacher: what programs read twice is still in the first cache then, up to 240 KiB of 256.
-# Second: where more numbers are kept per lane, for a divergence that needs a second read, or at several temperatures.
-TAUGHT_SHARED = (
+# Rows with a dense teacher are shared too, so that what programs read twice is still in the L1 cache, up to 240 KiB of
+# 256.  Second: if lanes keep more numbers, for a divergence that needs a second read or at several temperatures.
+SHARED_WITH_TEACHER = (
     (48 * KIB, Shape(4, 4, registers=96, span=3)),
     (96 * KIB, Shape(4, 2, registers=72, span=4)),
 )
-# with a dense teacher; with a divergence that needs a second read; with ids.  See benchmarks/gpu_teachers.py.
-TAUGHT = (
+# With a dense teacher; if a divergence needs a second read; with a sparse teacher.  See benchmarks/gpu_teachers.py.
+WITH_TEACHER = (
     (16 * KIB, Shape(4, 2), Shape(4, 2), Shape(4, 2)),
     (32 * KIB, Shape(8, 2), Shape(4, 2), Shape(4, 2)),
     (80 * KIB, Shape(8, 2), Shape(8, 2), Shape(8, 4, registers=80)),
@@ -122,24 +122,24 @@ def takes_one_launch(C: int, V: int) -> bool:
     return C >= FEWEST or V <= 8192
 
 
-def shape_of(plan: Plan, row: int, gradient: bool = True, skewed: bool = False, most: int = 0) -> Shape:
-    """For rows of so many bytes; `skewed`: they may start anywhere; `most`: so many programs may share one."""
-    shared = [shape for least, up_to, shape in shared_shapes(plan) if least < row <= min(up_to, most * shape.part)]
+def shape_of(spec: VisitSpec, row: int, gradient: bool = True, skewed: bool = False, most: int = 0) -> Shape:
+    """For rows of `row` bytes; `skewed`: they may start anywhere; `most`: how many programs may share a row."""
+    shared = [shape for least, up_to, shape in shared_shapes(spec) if least < row <= min(up_to, most * shape.part)]
     if gradient and shared:
         return shared[0]
-    if plan.program.want.teachers:
-        dense, divergent, ids = next(shapes for up_to, *shapes in TAUGHT if up_to >= row)
-        return divergent if plan.divergence is not None else dense if plan.flags["DENSE"] else ids
+    if spec.program.want.teachers:
+        dense, divergent, ids = next(shapes for up_to, *shapes in WITH_TEACHER if up_to >= row)
+        return divergent if spec.divergence is not None else dense if spec.flags["DENSE"] else ids
     light, heavy = next(shapes for up_to, *shapes in (SHAPES if gradient else FORWARD) if up_to >= row)
-    return heavy if plan.heavy or (skewed and gradient) else light
+    return heavy if spec.heavy or (skewed and gradient) else light
 
 
-def shared_shapes(plan: Plan) -> Sequence[tuple[int, int, Shape]]:
-    """Above and up to how many bytes several programs share a row, and their shape."""
-    if plan.flags["DENSE"]:
-        least, shape = TAUGHT_SHARED[plan.divergence is not None or len(plan.flags["A"]) > 1]
+def shared_shapes(spec: VisitSpec) -> Sequence[tuple[int, int, Shape]]:
+    """Entries as in SHARED, for rows of this program."""
+    if spec.flags["DENSE"]:
+        least, shape = SHARED_WITH_TEACHER[spec.divergence is not None or len(spec.flags["A"]) > 1]
         return ((least, 1 << 40, shape),)
-    return () if plan.heavy or plan.program.want.teachers else SHARED
+    return () if spec.heavy or spec.program.want.teachers else SHARED
 
 
 def visit(
@@ -158,94 +158,95 @@ def visit(
     vocab: int | None = None,
     ignore: bool = False,
     shape: Shape | None = None,
-    noted: list[Any] | None = None,
+    recorded: list[Any] | None = None,
 ) -> Visited:
     """Facts, values and metrics of every row, and its gradient into `out_CV` (may be `raw_CV`; None: no gradient).
 
     `ignore`: a target of -100 marks a row that is not read.  A dense teacher has every column of the student's.
-    `noted` receives the kernel and its last arguments, if rows start on a line: see `cached_launches.py`.
+    `recorded` receives the kernel and its last arguments, if every row starts on a line: see `cached_launches.py`.
     """
-    plan = plan_of(program)
+    spec = spec_of(program)
     C, V = raw_CV.shape
     assert (want is program.want or want == program.want) and len(teachers) == len(want.teachers) <= 1 and V
     device = raw_CV.device
     vocab = V if vocab is None else vocab
-    target = target_C if plan.targets or ignore else None
+    target = target_C if spec.targets or ignore else None
     if C == 0:
         check_dtype(raw_CV)
-        return Visited.empty(plan, 0, device)
+        return Visited.empty(spec, 0, device)
     inputs = tuple([as_number(arguments.inputs[name], device) for name in program.inputs])
     bases = tuple([w if type(w) is float else as_number(w, device) for w in arguments.bases])
     factors = tuple([w if type(w) is float else as_number(w, device) for w in arguments.factors])
     given_T = tuple([T if type(T) is float else plain_temperature(T) for T in temperatures])
-    taught = taught_by(plan, V, teachers[0]) if teachers else UNTAUGHT
-    x, y, z = raw_CV, raw_CV if out_CV is None else out_CV, raw_CV if taught.x_CV is None else taught.x_CV
-    aside_CV = None
-    if out_CV is not None and V > 1 and y.stride(1) != 1:  # rare: write elsewhere, then copy
-        y = aside_CV = torch.empty_like(y, memory_format=torch.contiguous_format)
+    teacher = teacher_arguments(spec, V, teachers[0]) if teachers else NO_TEACHER
+    x, y, z = raw_CV, raw_CV if out_CV is None else out_CV, raw_CV if teacher.x_CV is None else teacher.x_CV
+    copied_CV = None
+    if out_CV is not None and V > 1 and y.stride(1) != 1:  # rare: write to another tensor, then copy
+        y = copied_CV = torch.empty_like(y, memory_format=torch.contiguous_format)
     kernel = layout = None
     if not (address(x) | address(y) | address(z)) & 127:
         layout = (
             x.dtype, V, x.stride(), None if out_CV is None else y.stride(), y is x, vocab,
             None if target is None else (target.dtype, target.stride(), target.data_ptr() & 15), ignore, scale, softcap,
-            start, shape, forms_of((*given_T, *inputs, *bases, *factors)),
-            (taught.form, z.dtype, z.stride(), taught.aligned) if teachers else None,
+            start, shape, specialization_of((*given_T, *inputs, *bases, *factors)),
+            (teacher.variant, z.dtype, z.stride(), teacher.aligned) if teachers else None,
         )  # fmt: skip
-        kernel, places = plan.layouts.get(layout, (None, ()))
+        kernel, places = spec.layouts.get(layout, (None, ()))
     if kernel is None:
         check_dtype(raw_CV)
         assert C >> 31 == 0 == vocab >> 31
         raw = rows_of(x)
         out = raw if y is x else rows_of(y)
-        theirs = raw if z is x else rows_of(z)
+        rows_t = raw if z is x else rows_of(z)
         stride, out_stride = raw.x_CV.stride(0), out.x_CV.stride(0)
         # wide loads only if both rows have the same offset in a vector: the stores decide
         apart, lead_apart = stride - out_stride, raw.lead - out.lead
         together = raw.vector == out.vector and not apart % raw.vector and not lead_apart % raw.vector
         same = together and raw.line == out.line and not apart % raw.line and not lead_apart % raw.line
-        even = raw.line == raw.vector and V % raw.vector == 0  # no vector belongs to two rows
-        pointers = (raw.x_CV, out.x_CV, target, theirs.x_CV, taught.ids, taught.sorted_ids)
+        uncut = raw.line == raw.vector and V % raw.vector == 0  # no vector belongs to two rows
+        pointers = (raw.x_CV, out.x_CV, target, rows_t.x_CV, teacher.ids, teacher.sorted_ids)
         # all that a compiled kernel depends on, read once: see launch.py
-        most = most_parts(x) if same and even and softcap is None else 0
-        if taught.form and (taught.form[2] or not vector_along(raw, theirs) == vector_along(out, theirs) == raw.vector):
+        most = most_parts(x) if same and uncut and softcap is None else 0
+        along = teacher.variant and (vector_along(raw, rows_t), vector_along(out, rows_t))
+        if along and (teacher.variant[2] or not along[0] == along[1] == raw.vector):
             most = 0
         size = V * x.itemsize
-        shape = shape or shape_of(plan, size, out_CV is not None, raw.line > raw.vector, most)
+        shape = shape or shape_of(spec, size, out_CV is not None, raw.line > raw.vector, most)
         assert not shape.keep or (size >= (shape.keep + 2) * shape.block and not shape.ahead)
         parts = -(-size // shape.part) if shape.span else 0
-        assert parts <= most and not (parts and (out_CV is None or not shared_shapes(plan)))
-        form = Form(
+        assert parts <= most and not (parts and (out_CV is None or not shared_shapes(spec)))
+        variant = Variant(
             shape, parts, x.dtype, y.dtype, raw.line, raw.vector, out.line,
-            out.vector, together, same, even, (stride >> 31, out_stride >> 31, theirs.x_CV.stride(0) >> 31),
+            out.vector, together, same, uncut, (stride >> 31, out_stride >> 31, rows_t.x_CV.stride(0) >> 31),
             tuple([(raw.x_CV if p is None else p).data_ptr() & 15 == 0 for p in pointers]),
             None if target is None else target.dtype, ignore, out_CV is None, scale != 1.0, softcap is not None,
-            forms_of(given_T), forms_of(inputs), forms_of(bases), forms_of(factors),
-            taught.form and (*taught.form, z.dtype, vector_along(raw, theirs), vector_along(out, theirs)),
+            specialization_of(given_T), specialization_of(inputs), specialization_of(bases), specialization_of(factors),
+            teacher.variant and (*teacher.variant, z.dtype, *along),
         )  # fmt: skip
-        kernel = plan.variants.get(form)
+        kernel = spec.variants.get(variant)
         if kernel is None:
-            kernel = plan.variants[form] = _variant(plan, form)
+            kernel = spec.variants[variant] = _launch_for(spec, variant)
         places = (
             V, stride, raw.lead, out_stride, out.lead, 0 if target is None else target.stride(0), start,
-            theirs.x_CV.stride(0), theirs.lead, program.width,
+            rows_t.x_CV.stride(0), rows_t.lead, program.width,
         )  # fmt: skip
-        if layout is not None and raw.x_CV is x and out.x_CV is y and theirs.x_CV is z:
-            keep(plan.layouts, layout, (kernel, places), MOST_KNOWN)
-        x, y, z = raw.x_CV, out.x_CV, theirs.x_CV
-    if noted is not None:
-        noted += plan.layouts.get(layout, ())  # another thread may make room at any time
+        if layout is not None and raw.x_CV is x and out.x_CV is y and rows_t.x_CV is z:
+            keep(spec.layouts, layout, (kernel, places), MOST_KNOWN)
+        x, y, z = raw.x_CV, out.x_CV, rows_t.x_CV
+    if recorded is not None:
+        recorded += spec.layouts.get(layout, ())  # another thread may drop it at any time
     given = Given(
-        given_T, taught.temperatures, inputs, bases, factors, program.numbers, plan.divergence_numbers, float(vocab),
-        float(scale), 1.0 if softcap is None else float(softcap), taught.scale, taught.cap, taught.tails,
+        given_T, teacher.temperatures, inputs, bases, factors, program.numbers, spec.divergence_numbers, float(vocab),
+        float(scale), 1.0 if softcap is None else float(softcap), teacher.scale, teacher.cap, teacher.tails,
     )  # fmt: skip
-    visited = fire(plan, kernel, places, C, given, x, y, target, z, taught.ids, taught.sorted_ids)
-    if aside_CV is not None:
-        out_CV.copy_(aside_CV)  # type: ignore[union-attr]
+    visited = launch_visit(spec, kernel, places, C, given, x, y, target, z, teacher.ids, teacher.sorted_ids)
+    if copied_CV is not None:
+        out_CV.copy_(copied_CV)  # type: ignore[union-attr]
     return visited
 
 
-def fire(
-    plan: Plan,
+def launch_visit(
+    spec: VisitSpec,
     kernel: Launch,
     places: tuple[Any, ...],
     C: int,
@@ -257,19 +258,19 @@ def fire(
     ids: Tensor | None = None,
     sorted_ids: Tensor | None = None,
 ) -> Visited:
-    """Launch the kernel of a visit, on student, gradient, targets, and a teacher's logits or ids."""
-    visited = Visited.empty(plan, C, x.device)
-    best, theirs, wide, held = visited.best, visited.theirs, visited.wide, x
+    """Launch the kernel of a visit.  `x`: the student's logits; `y`: the gradient; `z`: a dense teacher's logits."""
+    visited = Visited.empty(spec, C, x.device)
+    best, teacher_best, wide, scratch = visited.best, visited.teacher_best, visited.wide, x
     F, V = kernel.constants["F"], places[0]
     if F.TAIL:
         words = F.L * -(-(V + F.LINE) // (32 * F.L * F.J))
-        held = torch.zeros(C, words, dtype=torch.int32, device=x.device)
+        scratch = torch.zeros(C, words, dtype=torch.int32, device=x.device)
     if F.PARTS:
-        held = torch.full((C, F.TOLD), MISSING.value, dtype=torch.int32, device=x.device)
+        scratch = torch.full((C, F.EXCHANGED), MISSING.value, dtype=torch.int32, device=x.device)
     at = At(
         x, y, x if target is None else target, visited.found,
-        x if best is None else best, x if z is None else z, x if theirs is None else theirs, x if ids is None else ids,
-        x if sorted_ids is None else sorted_ids, x if wide is None else wide, held,
+        x if best is None else best, x if z is None else z, x if teacher_best is None else teacher_best,
+        x if ids is None else ids, x if sorted_ids is None else sorted_ids, x if wide is None else wide, scratch,
     )  # fmt: skip
     if F.PARTS and IN_TURN.value:  # no program may overwrite what the next one reads
         apart = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -280,8 +281,8 @@ def fire(
     return visited
 
 
-class Form(NamedTuple):
-    """All of a call that a compiled visit depends on, besides the plan."""
+class Variant(NamedTuple):
+    """All that the compiled kernel of a visit depends on, besides the `VisitSpec`."""
 
     shape: Shape
     parts: int  # programs that share a row
@@ -293,7 +294,7 @@ class Form(NamedTuple):
     out_vector: int
     together: bool
     same: bool
-    even: bool
+    uncut: bool
     long: tuple[int, ...]  # strides that need 64 bits
     aligned: tuple[bool, ...]
     target: torch.dtype | None
@@ -301,14 +302,14 @@ class Form(NamedTuple):
     forward: bool
     scaled: bool
     capped: bool
-    temperatures: tuple[Any, ...]  # see `forms_of`
+    temperatures: tuple[Any, ...]  # see `specialization_of`
     inputs: tuple[Any, ...]
     bases: tuple[Any, ...]
     factors: tuple[Any, ...]
     teacher: tuple[Any, ...]
 
 
-class Taught(NamedTuple):
+class TeacherArguments(NamedTuple):
     """A teacher as the kernel takes it."""
 
     x_CV: Tensor | None = None
@@ -317,7 +318,7 @@ class Taught(NamedTuple):
     temperatures: tuple[Number, ...] = ()
     scale: float = 1.0
     cap: float = 1.0
-    form: tuple[Any, ...] = ()  # of its temperatures; whether it is scaled, and capped
+    variant: tuple[Any, ...] = ()  # its part of a `Variant`, but for how its rows lie in memory
     tails: tuple[Tensor, ...] = ()
 
     @property
@@ -325,61 +326,61 @@ class Taught(NamedTuple):
         return tuple([x.data_ptr() & 15 == 0 for x in (self.ids, self.sorted_ids) if x is not None])
 
 
-UNTAUGHT = Taught()
+NO_TEACHER = TeacherArguments()
 
 
-def taught_by(plan: Plan, V: int, teacher: TeacherChunk) -> Taught:
+def teacher_arguments(spec: VisitSpec, V: int, teacher: TeacherChunk) -> TeacherArguments:
     if not isinstance(teacher, DenseChunk):
         ids = teacher.ids_CK.contiguous()
-        return Taught(None, ids, teacher.in_order() if plan.flags["TAIL"] else ids)
+        return TeacherArguments(None, ids, teacher.in_order() if spec.flags["TAIL"] else ids)
     assert teacher.columns == V
     x_CV, own = teacher.raw_CV, teacher.temperatures
     x_CV = readable(x_CV if x_CV.shape[1] == V else x_CV[:, :V])
-    given = tuple([1.0 if i < 0 else plain_temperature(own[i]) for i in plan.flags["MEET_OF"]])
+    given = tuple([1.0 if i < 0 else plain_temperature(own[i]) for i in spec.flags["COMPARISON"]])
     cap = 1.0 if teacher.softcap is None else float(teacher.softcap)
-    tails = tuple([teacher.tail[i] for i in plan.flags["MEET_OF"]]) if plan.flags["WHOLE"] else ()  # -1: any
-    return Taught(
+    tails = tuple([teacher.tail[i] for i in spec.flags["COMPARISON"]]) if spec.flags["WHOLE"] else ()  # -1: any
+    return TeacherArguments(
         x_CV, None, None, given, float(teacher.scale), cap,
-        (forms_of(given), teacher.scale != 1.0, teacher.softcap is not None, forms_of(tails)), tails,
+        (specialization_of(given), teacher.scale != 1.0, teacher.softcap is not None, specialization_of(tails)), tails,
     )  # fmt: skip
 
 
-def _variant(plan: Plan, form: Form) -> Launch:
-    """The kernel with its constants, for calls of this form."""
-    shape, itemsize = form.shape, form.dtype.itemsize
-    kinds, scaled, capped, _, kind, along, out_along = form.teacher or ((), False, False, (), form.dtype, 1, 1)
+def _launch_for(spec: VisitSpec, v: Variant) -> Launch:
+    """The kernel with its constants, for this variant."""
+    shape, itemsize = v.shape, v.dtype.itemsize
+    kinds, scaled, capped, _, kind, along, out_along = v.teacher or ((), False, False, (), v.dtype, 1, 1)
     J = 16 // max(itemsize, kind.itemsize)
     paired = lambda dtype, vector: dtype == torch.bfloat16 and vector > 1 and J == 8 and _pairs()
     flags = Flags(
-        **plan.flags,
-        TARGET=form.target is not None, IGNORE=form.ignore and form.target is not None,
-        GRADIENT=not form.forward, PER_ROW=kinds_in(form.temperatures, True), TEACHER_PER_ROW=kinds_in(kinds, True),
-        INPUT_ROWS=kinds_in(form.inputs), BASE_KINDS=kinds_in(form.bases), FACTOR_KINDS=kinds_in(form.factors),
-        SCALED=form.scaled, CAPPED=form.capped, TEACHER_SCALED=scaled, TEACHER_CAPPED=capped,
-        LINE=form.line, VEC=form.vector, OUT_LINE=form.out_line, OUT_VEC=form.out_vector,
-        RAW_VEC=form.vector if form.together else 1, TEACHER_VEC=along, OUT_TEACHER_VEC=out_along,
-        SAME=form.same, EVEN=form.even, PAIRED=paired(form.dtype, form.vector), TEACHER_PAIRED=paired(kind, along),
+        **spec.flags,
+        TARGET=v.target is not None, IGNORE=v.ignore and v.target is not None,
+        GRADIENT=not v.forward, PER_ROW=kinds_in(v.temperatures, True), TEACHER_PER_ROW=kinds_in(kinds, True),
+        INPUT_ROWS=kinds_in(v.inputs), BASE_KINDS=kinds_in(v.bases), FACTOR_KINDS=kinds_in(v.factors),
+        SCALED=v.scaled, CAPPED=v.capped, TEACHER_SCALED=scaled, TEACHER_CAPPED=capped,
+        LINE=v.line, VEC=v.vector, OUT_LINE=v.out_line, OUT_VEC=v.out_vector,
+        RAW_VEC=v.vector if v.together else 1, TEACHER_VEC=along, OUT_TEACHER_VEC=out_along,
+        SAME=v.same, UNCUT=v.uncut, PAIRED=paired(v.dtype, v.vector), TEACHER_PAIRED=paired(kind, along),
         K=shape.loads, L=32 * shape.warps, J=J, AHEAD=shape.ahead,
-        KEEP=shape.keep if form.same else 0,  # else a lane writes other columns than it reads
-        PARTS=form.parts, PADDED=triton.next_power_of_2(max(form.parts, 1)), SPAN=shape.span,
-        TOLD=told(plan, form.parts),
+        KEEP=shape.keep if v.same else 0,  # else a lane writes other columns than it reads
+        PARTS=v.parts, PADDED=triton.next_power_of_2(max(v.parts, 1)), SPAN=shape.span,
+        EXCHANGED=exchanged(spec, v.parts),
     )  # fmt: skip
-    program = plan.program
-    functions = {"FN": program.function, "VALUES": program.values, "DIVERGENCE": plan.divergence}
-    limited = shape.registers and not form.capped and torch.version.hip is None  # a softcap's tanh would spill
+    program = spec.program
+    functions = {"FN": program.function, "VALUES": program.values, "DIVERGENCE": spec.divergence}
+    limited = shape.registers and not v.capped and torch.version.hip is None  # a softcap's tanh would spill
     most = {"maxnreg": shape.registers} if limited else {}
     return Launch(visit_kernel, {**functions, "F": flags, "num_warps": shape.warps, **most})
 
 
-def told(plan: Plan, parts: int) -> int:
-    """How many numbers, at most, the programs of a row tell each other: see `lanes.sweep_row` and `sweep_pair`."""
-    flags = plan.flags
+def exchanged(spec: VisitSpec, parts: int) -> int:
+    """How many numbers, at most, the programs of a row exchange: see `lanes.sweep_row` and `sweep_pair`."""
+    flags = spec.flags
     return ((6 + 9 * len(flags["A"]) if flags["DENSE"] else 3) + flags["DIVERGENCE_SUMS"]) * parts
 
 
 def most_parts(x: Tensor) -> int:
-    """How many programs may share a row.  They wait for each other, so all of them must run at once, even where other
-    kernels hold three quarters of the device."""
+    """How many programs may share a row.  They wait for each other, so all of them must run at once, even if other
+    kernels occupy three quarters of the device."""
     return multiprocessors(x.device) // 4 if x.dtype != torch.float16 and torch.version.hip is None else 0
 
 

@@ -1,4 +1,4 @@
-"""The records of a visit: `Plan`, what a program fixes of the kernel, and `Visited`, the results by name.
+"""The records of a visit: `VisitSpec`, what a program fixes of the kernel, and `Visited`, the results by name.
 
 Dimension key:  C rows handed in   T terms   M metrics   K ids per row   F numbers per row   W numbers per id
 """
@@ -26,37 +26,37 @@ from headloss.teachers import DenseSoftmax, SparseSoftmax
 KINDS = {"argmax": COLUMN.value, "teacher_argmax": TEACHER_COLUMN.value, **dict.fromkeys(WIDE, AT_IDS.value)}
 
 
-class Plan(NamedTuple):
+class VisitSpec(NamedTuple):
     """What a program fixes of the kernel."""
 
     program: Program
     slots: int
     wide_slots: int
-    more: bool  # whether it finds columns, or has numbers per id
+    more: bool  # whether it has results besides `found`: columns, or numbers per id
     heavy: bool  # whether more is summed than e^z
     targets: bool  # whether it needs targets
     ends: tuple[int, ...]  # where softmax, facts, values, metrics and cotangents begin among the slots
     flags: dict[str, Any]
     divergence: Any  # the divergences of the second read, printed as one function, and its numbers
     divergence_numbers: tuple[float, ...]
-    variants: dict[Any, Launch]  # by the form of a call
-    layouts: dict[Any, tuple[Launch, tuple[Any, ...]]]  # with the last arguments, if rows start on a line
+    variants: dict[Any, Launch]  # by `visit.Variant`
+    layouts: dict[Any, tuple[Launch, tuple[Any, ...]]]  # where rows start on a line: the launch, and its last arguments
 
 
 @by_identity
-def plan_of(program: Program) -> Plan:
+def spec_of(program: Program) -> VisitSpec:
     want, keys = program.want, program.want.temperatures
     name = want.teachers[0] if want.teachers else None
-    met = () if name is None else want.temperatures_of(name)
+    compared = () if name is None else want.temperatures_of(name)
     dense, width = name is not None and not program.width, program.width
     divergences = tuple(f for f in want.facts if f.element is not None)
-    meets = tuple(keys.index(T) for T in met)
+    compared_at = tuple(keys.index(T) for T in compared)
     pulled_at = tuple(keys.index(f.temperature) for f in program.divergences)
     # per temperature, the coefficients that the teacher contributes to
-    teacher_pulls = dict(zip(meets, program.teacher_pulls, strict=True)) if name is not None else {}
-    theirs = lambda j: tuple(dense and i in teacher_pulls and teacher_pulls[i][j] for i in range(len(keys)))
+    teacher_pulls = dict(zip(compared_at, program.teacher_pulls, strict=True)) if name is not None else {}
+    dense_pull = lambda j: tuple(dense and i in teacher_pulls and teacher_pulls[i][j] for i in range(len(keys)))
     tails = tuple(not dense and i in teacher_pulls and teacher_pulls[i][1] for i in range(len(keys)))
-    own = {x: tuple(present[j] for present in program.present) for j, x in enumerate("ABECY")}
+    own = {x: tuple(present[j] for present in program.present) for j, x in enumerate("ABECY")}  # the student's pull
     sums = lambda x: tuple(name is not None and want.sums(x, T, name) for T in keys)
     wide = tuple(f.name in WIDE for f in program.cotangents)
     flags: dict[str, Any] = {
@@ -65,14 +65,14 @@ def plan_of(program: Program) -> Plan:
         "WANT_X": tuple(want.sums("X", T) or x for T, x in zip(keys, sums("X"), strict=True)),
         "WANT_Q": tuple(want.sums("Q", T) for T in keys),
         **own,
-        "A": tuple(any(x) or i in pulled_at for i, x in enumerate(zip(own["A"], theirs(0), tails, strict=True))),
-        "B": tuple(map(any, zip(own["B"], theirs(1), strict=True))),
-        "DENSE": dense, "MEETS": meets,
-        "MEET_OF": tuple(meets.index(i) if i in meets else -1 for i in range(len(keys))),
-        "MET": tuple(dense and i in meets for i in range(len(keys))), "WHOLE": dense and is_whole(str(name)),
+        "A": tuple(any(x) or i in pulled_at for i, x in enumerate(zip(own["A"], dense_pull(0), tails, strict=True))),
+        "B": tuple(map(any, zip(own["B"], dense_pull(1), strict=True))),
+        "DENSE": dense, "COMPARED_AT": compared_at,
+        "COMPARISON": tuple(compared_at.index(i) if i in compared_at else -1 for i in range(len(keys))),
+        "COMPARED": tuple(dense and i in compared_at for i in range(len(keys))), "WHOLE": dense and is_whole(str(name)),
         "TEACHER_BEST": name is not None and want.sums("argmax", teacher=name),
         **{f"WANT_{x}": sums(x) for x in "YFG"},
-        "TC": theirs(2), "TD": theirs(3),
+        "TC": dense_pull(2), "TD": dense_pull(3),
         "DIVERGENCE_OF": tuple(divergences.index(f) if f in divergences else -1 for f in want.facts),
         "DIVERGENCE_SUMS": 2 * len(divergences),
         "PULLED": tuple(divergences.index(f) for f in program.divergences), "PULLED_AT": pulled_at,
@@ -88,9 +88,9 @@ def plan_of(program: Program) -> Plan:
         "FINITE": any(flags["WANT_X"]), "FINITE_OUT": any(flags["B"]), "TEACHER_FINITE": any(flags["WANT_Y"]),
         "NUMBERS": len(program.numbers),
     }  # fmt: skip
-    seen = 1 + len(met) + len(divergences) if dense or flags["TAIL"] else 0
+    teacher_slots = 1 + len(compared) + len(divergences) if dense or flags["TAIL"] else 0
     sizes = (
-        1 + len(keys) + seen, flags["KINDS"].count(0), len(program.terms), len(program.metrics),
+        1 + len(keys) + teacher_slots, flags["KINDS"].count(0), len(program.terms), len(program.metrics),
         wide.count(False), len(program.input_cotangents),
     )  # fmt: skip
     wide_slots = sum(f.name in WIDE for f in want.facts) + sum(wide)
@@ -99,9 +99,10 @@ def plan_of(program: Program) -> Plan:
     divergence: Any = None
     numbers: tuple[float, ...] = (0.0,)
     if divergences:
-        divergence, numbers = printed(tuple((met.index(f.temperature), f.element) for f in divergences), len(met))
+        pairs = tuple((compared.index(f.temperature), f.element) for f in divergences)
+        divergence, numbers = printed(pairs, len(compared))
     ends = (0, *itertools.accumulate(sizes))
-    return Plan(
+    return VisitSpec(
         program, sum(sizes), wide_slots, bool(wide_slots or flags["BEST"] or flags["TEACHER_BEST"]), heavy,
         want.target or program.target, ends, flags, divergence, numbers, {}, {},
     )  # fmt: skip
@@ -113,49 +114,50 @@ def bests_of(want: Want) -> list[str]:
 
 
 class Visited:
-    """The results of a visit; in ignored rows everything is 0.  Names are cut on demand out of what the kernel wrote:
-    `found` (F, C); `wide` (W, C, K), the facts at ids and then their cotangents; and columns, `best` (C,) and `theirs`,
-    one per teacher that has one."""
+    """The results of a visit; in ignored rows everything is 0.  Named results are views of what the kernel wrote:
+    `found` (F, C); `wide` (W, C, K), the facts at ids and then their cotangents; and the likeliest columns, `best` (C,)
+    and `teacher_best`, with a row for each teacher whose argmax is asked for."""
 
-    __slots__ = ("best", "found", "plan", "theirs", "wide")
+    __slots__ = ("best", "found", "spec", "teacher_best", "wide")
 
     def __init__(
-        self, found: Tensor, best: Tensor | None, plan: Plan, theirs: Tensor | None = None, wide: Tensor | None = None
-    ) -> None:
-        self.found, self.best, self.plan, self.theirs, self.wide = found, best, plan, theirs, wide
+        self, found: Tensor, best: Tensor | None, spec: Any, teacher_best: Tensor | None = None,
+        wide: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.found, self.best, self.spec, self.teacher_best, self.wide = found, best, spec, teacher_best, wide
 
     @classmethod
-    def empty(cls, plan: Plan, C: int, device: torch.device) -> Visited:
+    def empty(cls, spec: VisitSpec, C: int, device: torch.device) -> Visited:
         """Uninitialised results for a visit of C rows."""
-        found = torch.empty(plan.slots, C, dtype=torch.float32, device=device)
-        if not plan.more:
-            return cls(found, None, plan)
-        best = torch.empty(C, dtype=torch.int64, device=device) if plan.flags["BEST"] else None
-        theirs = torch.empty(1, C, dtype=torch.int64, device=device) if plan.flags["TEACHER_BEST"] else None
+        found = torch.empty(spec.slots, C, dtype=torch.float32, device=device)
+        if not spec.more:
+            return cls(found, None, spec)
+        best = torch.empty(C, dtype=torch.int64, device=device) if spec.flags["BEST"] else None
+        teacher_best = torch.empty(1, C, dtype=torch.int64, device=device) if spec.flags["TEACHER_BEST"] else None
         wide = None
-        if plan.wide_slots:
-            wide = torch.empty(plan.wide_slots, C, plan.program.width, dtype=torch.float32, device=device)
-        return cls(found, best, plan, theirs, wide)
+        if spec.wide_slots:
+            wide = torch.empty(spec.wide_slots, C, spec.program.width, dtype=torch.float32, device=device)
+        return cls(found, best, spec, teacher_best, wide)
 
     @property
     def program(self) -> Any:
-        return self.plan.program
+        return self.spec.program
 
     @property
     def ends(self) -> tuple[int, ...]:
-        return self.plan.ends
+        return self.spec.ends
 
     @property
     def blocks(self) -> list[Tensor]:
         """The tensors that facts are cut out of."""
-        if self.best is self.theirs is self.wide:  # none of them
+        if self.best is self.teacher_best is self.wide:  # none of them
             return [self.found]
-        return [x for x in (self.found, self.best, self.theirs, self.wide) if x is not None]
+        return [x for x in (self.found, self.best, self.teacher_best, self.wide) if x is not None]
 
     def of(self, blocks: Sequence[Tensor]) -> Visited:
         """The same with other tensors for `blocks`."""
         other, given = copy.copy(self), iter(blocks)
-        for name in ("found", "best", "theirs", "wide"):
+        for name in ("found", "best", "teacher_best", "wide"):
             if getattr(self, name) is not None:
                 setattr(other, name, next(given))
         return other
@@ -169,7 +171,7 @@ class Visited:
         cat = lambda name, dim: (
             None if getattr(first, name) is None else torch.cat([getattr(x, name) for x in parts], dim)
         )
-        return cls(cat("found", 1), cat("best", 0), first.plan, cat("theirs", 1), cat("wide", 1))  # type: ignore[arg-type]
+        return cls(cat("found", 1), cat("best", 0), first.spec, cat("teacher_best", 1), cat("wide", 1))  # type: ignore[arg-type]
 
     def _slots(self, which: int) -> Tensor:
         return self.found[self.ends[which] : self.ends[which + 1]]
@@ -181,13 +183,13 @@ class Visited:
         log_sums, rest = tuple(rest[: len(keys)]), rest[len(keys) :]
         if not want.teachers:
             return Softmax(most, log_sums)
-        met = [keys.index(T) for T in want.temperatures_of(want.teachers[0])]
+        compared = [keys.index(T) for T in want.temperatures_of(want.teachers[0])]
         if not self.program.width:
-            log_St, divergences = tuple(rest[1 : 1 + len(met)]), tuple(rest[1 + len(met) :])
-            seen: Any = DenseSoftmax(rest[0], tuple(log_sums[i] for i in met), log_St, divergences)
+            log_St, divergences = tuple(rest[1 : 1 + len(compared)]), tuple(rest[1 + len(compared) :])
+            softmax_t: Any = DenseSoftmax(rest[0], tuple(log_sums[i] for i in compared), log_St, divergences)
         else:
-            seen = SparseSoftmax(rest[0] if rest else None, tuple(rest[1:]))
-        return Softmax(most, log_sums, (seen,))
+            softmax_t = SparseSoftmax(rest[0] if rest else None, tuple(rest[1:]))
+        return Softmax(most, log_sums, (softmax_t,))
 
     @property
     def block(self) -> Tensor:
@@ -201,13 +203,13 @@ class Visited:
     @property
     def fact_values(self) -> Sequence[Tensor]:
         """The values of the facts, in the order of the Want."""
-        if self.best is self.theirs is self.wide:  # none of them
+        if self.best is self.teacher_best is self.wide:  # none of them
             slots: Sequence[Tensor] = self.block.unbind()
             return slots
         want = self.program.want
         whole: dict[tuple[str, str | None], Any] = {("argmax", None): self.best}
-        if self.theirs is not None:
-            whole |= {("teacher_argmax", n): x for n, x in zip(bests_of(want), self.theirs.unbind(), strict=True)}
+        if self.teacher_best is not None:
+            whole |= {("teacher_argmax", n): x for n, x in zip(bests_of(want), self.teacher_best.unbind(), strict=True)}
         return [*self._named(want.facts, 1, 0, whole).values()]
 
     @property

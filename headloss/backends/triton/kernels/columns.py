@@ -83,13 +83,13 @@ def places_kernel(keys, offsets, target, entries, rows, flags, E, N, width, TARG
     if TARGET:
         wanted = tl.load(target + n).to(tl.int64)
         counts = wanted != -100
-        there = tl.zeros([], tl.int64)
+        found = tl.zeros([], tl.int64)
         for first in range(go, stop, BLOCK):
             e = first + tl.arange(0, BLOCK)
             column = tl.load(keys + e, e < stop, -1) & 0xFFFFFFFF
             before += tl.sum(((column < wanted) & (e < stop)).to(tl.int64), 0)
-            there += tl.sum(((column == wanted) & (e < stop)).to(tl.int64), 0)
-        missing = (counts & (there == 0)).to(tl.int64)
+            found += tl.sum(((column == wanted) & (e < stop)).to(tl.int64), 0)
+        missing = (counts & (found == 0)).to(tl.int64)
         at += n
         own = entries + stop + n  # a row's target follows its set
         tl.store(own, n)

@@ -32,8 +32,8 @@ def dense_merge_kernel(
     step = N.to(tl.int64) * parts
     if F.TARGET:
         column = tl.load(target + row * target_stride, mask=good, other=-1) - start
-        held = (column >= 0) & (column < V) & good
-        x = tl.load(raw + row * stride + lead + column, mask=held, other=0.0)
+        has_target = (column >= 0) & (column < V) & good
+        x = tl.load(raw + row * stride + lead + column, mask=has_target, other=0.0)
         z = logits(x, how[0], how[1], F.SCALED, F.CAPPED)
     if F.CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -44,7 +44,7 @@ def dense_merge_kernel(
     partial += step
     if F.TARGET:
         origin = tl.where(top == -float("inf"), 0.0, top)
-        out = put(tl.where(held, z - origin, -float("inf")), out, N, True, good)
+        out = put(tl.where(has_target, z - origin, -float("inf")), out, N, True, good)
     if F.TOTAL:
         total, partial = part_sums(partial, step, here, True)
         count, partial = part_sums(partial, step, here, True)
@@ -70,7 +70,7 @@ def dense_merge_kernel(
         S, partial = part_sums(partial, step, here, True)
         X, partial = part_sums(partial, step, here, F.WANT_X[i])
         Q, partial = part_sums(partial, step, here, F.WANT_Q[i])
-        St, partial = part_sums(partial, step, here, F.MET[i])
+        St, partial = part_sums(partial, step, here, F.COMPARED[i])
         Y, partial = part_sums(partial, step, here, F.WANT_Y[i])
         f, partial = part_sums(partial, step, here, F.WANT_F[i])
         lost, partial = part_sums(partial, step, here, F.WANT_F[i])
@@ -83,7 +83,7 @@ def dense_merge_kernel(
         out = put(tl.sum(s, axis=0), out, N, True, good)
         out = put(tl.sum(x, axis=0), out, N, F.WANT_X[i], good)
         out = put(tl.sum(q, axis=0), out, N, F.WANT_Q[i], good)
-        out = put(tl.sum(st, axis=0), out, N, F.MET[i], good)
+        out = put(tl.sum(st, axis=0), out, N, F.COMPARED[i], good)
         out = put(tl.sum(y, axis=0), out, N, F.WANT_Y[i], good)
         out = put(tl.sum(f + lost * NATS, axis=0), out, N, F.WANT_F[i], good)
         out = put(tl.sum(g + lostt * NATS, axis=0), out, N, F.WANT_G[i], good)

@@ -11,11 +11,11 @@ from headloss.backends.triton.kernels.sums import fetch
 
 @triton.jit
 def add_divergences(
-    x, y, sums, good, tops, met, numbers, how, MASKED: tl.constexpr, ELEMENT: tl.constexpr, F: tl.constexpr
+    x, y, sums, good, tops, pairs, numbers, how, MASKED: tl.constexpr, ELEMENT: tl.constexpr, F: tl.constexpr
 ):
     """Add a load (L, J) of both rows to the lanes' sums; MASKED: only its `good` columns."""
     z = logits(x, how[0], how[1], F.SCALED, F.CAPPED)
-    log_p, log_q = log_pair(z, logits(y, how[2], how[3], F.TEACHER_SCALED, F.TEACHER_CAPPED), tops, met, 0)
+    log_p, log_q = log_pair(z, logits(y, how[2], how[3], F.TEACHER_SCALED, F.TEACHER_CAPPED), tops, pairs, 0)
     if MASKED:
         log_p, log_q = tl.where(good, log_p, 0.0), tl.where(good, log_q, 0.0)
     else:
@@ -52,11 +52,11 @@ def divergence_kernel(
     low = part * width
     high = tl.minimum(low + width, skew + V)
     inverse = tl.div_rn(1.0, temperature(temperatures[0], row, F.PER_ROW[0]))
-    theirs = tl.div_rn(1.0, temperature(temperatures[1], row, F.TEACHER_PER_ROW[0]))
+    inverse_t = tl.div_rn(1.0, temperature(temperatures[1], row, F.TEACHER_PER_ROW[0]))
     rows = at.rows + row
     m, log_S = tl.load(rows), tl.load(rows + N)
     mt, log_St = tl.load(rows + 2 * N), tl.load(rows + 3 * N)
-    tops, met = (m, mt), (inverse, log_S, theirs, log_St)
+    tops, pairs = (m, mt), (inverse, log_S, inverse_t, log_St)
     sums = ()
     for _ in tl.static_range(DIVERGENCE_SUMS):
         sums = sums + (tl.zeros([L], tl.float32),)
@@ -68,7 +68,7 @@ def divergence_kernel(
         x = fetch(raw, block * BLOCK + j, 0, 0, False, K, "evict_first")
         y = fetch(teacher, block * BLOCK + j, 0, 0, False, K, "evict_first")
         for n in tl.static_range(K):
-            sums = add_divergences(x[n], y[n], sums, 0, tops, met, numbers, how, False, ELEMENT, F)
+            sums = add_divergences(x[n], y[n], sums, 0, tops, pairs, numbers, how, False, ELEMENT, F)
     go, stop = edges(skew, high, F.VEC)
     got, stopt = edges(skew, high, TEACHER_VEC)
     for edge in range(1 - head, 1 + (high > last * BLOCK).to(tl.int32)):
@@ -78,7 +78,7 @@ def divergence_kernel(
         for n in tl.static_range(K):
             column = block * BLOCK + n * (L * J) + j
             good = (column >= skew) & (column < high)
-            sums = add_divergences(x[n], y[n], sums, good, tops, met, numbers, how, True, ELEMENT, F)
+            sums = add_divergences(x[n], y[n], sums, good, tops, pairs, numbers, how, True, ELEMENT, F)
     out = at.out + (part.to(tl.int64) * N + row)
     for i in tl.static_range(DIVERGENCE_SUMS):
         tl.store(out + i * N.to(tl.int64) * parts, tl.sum(sums[i], axis=0))

@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import FLOOR, LN2
-from headloss.backends.triton.kernels.meeting import highest_of, meet
 from headloss.backends.triton.kernels.pair_loops import read_pair
 from headloss.backends.triton.kernels.row_loops import LOWEST, read
 from headloss.backends.triton.kernels.running_sums import greater, merge_lanes, merge_teacher, one_lane, placed, rebase
+from headloss.backends.triton.kernels.shared_rows import exchange, highest_of
 
 NOWHERE = tl.constexpr(2147483647)
-BEYOND = tl.constexpr(16777216)  # no column of a row that is shared; up to here a float32 holds every integer
+BEYOND = tl.constexpr(16777216)  # no column, in a row that is shared; a float32 represents every integer up to here
 
 
 @triton.jit
@@ -24,18 +24,18 @@ def origin_of(top):
 
 
 @triton.jit
-def sweep_row(raw, skew, end, part, picked, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
+def sweep_row(raw, skew, end, part, picked, c, how, scratch, ids, POLICY: tl.constexpr, F: tl.constexpr):
     """Sweep the student's row.  Returns maximum, argmax, sums (see `merge_lanes`), total, the last block as stored, and
     the results of `around_ids`.
     """
-    m, top, seen, sums, total, centre, tail, left = read(raw, skew, end, part, c, how, held, ids, POLICY, F)
+    m, top, columns, sums, total, centre, tail, left = read(raw, skew, end, part, c, how, scratch, ids, POLICY, F)
     best = tl.full([], NOWHERE, tl.int32)
     if F.BEST:
-        best = tl.min(seen, axis=0)
+        best = tl.min(columns, axis=0)
     total += (end - skew).to(tl.float32) * (centre - origin_of(top))
     own = merge_lanes(m, top, sums, c, 3, True, F)
     if F.PARTS:
-        found = meet(held, part, (top, own[0]) + ((picked,) if F.PICK else ()), F)
+        found = exchange(scratch, part, (top, own[0]) + ((picked,) if F.PICK else ()), F)
         tops, top = highest_of(found[0], F)
         own = merge_lanes(tops, top, (found[1], 0.0, 0.0), c, 3, False, F)
         if F.PICK:
@@ -44,28 +44,28 @@ def sweep_row(raw, skew, end, part, picked, c, how, held, ids, POLICY: tl.conste
 
 
 @triton.jit
-def sweep_pair(raw, teacher, skew, end, part, picked, c, ct, how, held, POLICY: tl.constexpr, F: tl.constexpr):
+def sweep_pair(raw, teacher, skew, end, part, picked, c, ct, how, scratch, POLICY: tl.constexpr, F: tl.constexpr):
     """Sweep both rows.  Returns maximum, argmax, sums and total, the teacher's maximum, argmax and sums (see
     `merge_teacher`), and `picked` of the program that has it.
     """
-    m, mt, seen, seent, sums, total, centre = read_pair(raw, teacher, skew, end, part, c, ct, how, POLICY, F)
+    m, mt, columns, columnst, sums, total, centre = read_pair(raw, teacher, skew, end, part, c, ct, how, POLICY, F)
     top, topt = tl.reduce((m, mt), 0, greater)
     best, bestt = tl.full([], NOWHERE, tl.int32), tl.full([], NOWHERE, tl.int32)
     if F.BEST:
-        best = tl.min(seen, axis=0)
+        best = tl.min(columns, axis=0)
     if F.TEACHER_BEST:
-        bestt = tl.min(seent, axis=0)
-    if F.PARTS:  # what parts of a row found is merged like what lanes did
-        told = (top, topt) + one_lane(m, mt, top, topt, sums, c, ct, F)
+        bestt = tl.min(columnst, axis=0)
+    if F.PARTS:  # parts of a row are merged like lanes
+        numbers = (top, topt) + one_lane(m, mt, top, topt, sums, c, ct, F)
         if F.PICK:
-            told = told + (picked,)
+            numbers = numbers + (picked,)
         if F.TOTAL:
-            told = told + (total,)
+            numbers = numbers + (total,)
         if F.BEST:
-            told = told + (tl.minimum(best, BEYOND),)
+            numbers = numbers + (tl.minimum(best, BEYOND),)
         if F.TEACHER_BEST:
-            told = told + (tl.minimum(bestt, BEYOND),)
-        found = meet(held, part, told, F)
+            numbers = numbers + (tl.minimum(bestt, BEYOND),)
+        found = exchange(scratch, part, numbers, F)
         m, top = highest_of(found[0], F)
         mt, topt = highest_of(found[1], F)
         sums, found = placed(found[2:], F)
@@ -77,9 +77,9 @@ def sweep_pair(raw, teacher, skew, end, part, picked, c, ct, how, held, POLICY: 
             best, found = tl.min(tl.where(m == top, found[0], BEYOND), axis=0).to(tl.int32), found[1:]
         if F.TEACHER_BEST:
             bestt = tl.min(tl.where(mt == topt, found[0], BEYOND), axis=0).to(tl.int32)
-    own, theirs = merge_lanes(m, top, sums, c, 9, True, F), merge_teacher(m, mt, top, topt, sums, c, ct, True, F)
+    own, teacher_sums = merge_lanes(m, top, sums, c, 9, True, F), merge_teacher(m, mt, top, topt, sums, c, ct, True, F)
     total += (end - skew).to(tl.float32) * (centre - origin_of(top))
-    return top, best, own, total, topt, bestt, theirs, picked
+    return top, best, own, total, topt, bestt, teacher_sums, picked
 
 
 @triton.jit
@@ -102,5 +102,5 @@ def with_ids(tail, swept, top, z_k, c, F: tl.constexpr):
 
 @triton.jit
 def column_or_start(column, top, start):
-    """The lowest column that holds the maximum; the first column for a row of -inf."""
+    """The lowest column with the maximum; the first column for a row of -inf."""
     return (tl.where(top > LOWEST, column, 0) + start).to(tl.int64)

@@ -24,8 +24,8 @@ if triton.knobs.runtime.interpret:  # which has no inline assembly
         return kept | (tl.where((high >= high_) | ((high != high) if NAN else (high_ != high_)), x, y) & -65536)
 
     @triton.jit
-    def anew(x):
-        """The same; but the compiler cannot know that, and makes again what it made of `x` before."""
+    def opaque(x):
+        """x itself, but the compiler cannot know that: it computes again what it computed from `x` before."""
         return x
 
 else:
@@ -37,8 +37,8 @@ else:
         return tl.inline_asm_elementwise(NAME + " $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.int32, is_pure=True, pack=1)
 
     @triton.jit
-    def anew(x):
-        """The same; but the compiler cannot know that, and makes again what it made of `x` before."""
+    def opaque(x):
+        """x itself, but the compiler cannot know that: it computes again what it computed from `x` before."""
         PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=PACK)
 

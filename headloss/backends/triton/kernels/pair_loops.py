@@ -28,7 +28,7 @@ def take_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F: tl.con
 
 @triton.jit
 def pair(
-    words, theirs, block, w, wt, bounds,
+    words, teacher_words, block, w, wt, bounds,
     MASKED: tl.constexpr, POLICY: tl.constexpr, W: tl.constexpr, WT: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Load a block of both rows as stored; `w`, `wt`: the words of each lane.  The cache should keep the student's, and
@@ -37,7 +37,7 @@ def pair(
     THEIRS: tl.constexpr = POLICY if F.PARTS else "evict_first"
     BLOCK: tl.constexpr = K * F.L * F.J
     x = take(words, block * (BLOCK // W) + w, bounds[0], bounds[1], MASKED, POLICY, K, W == 2)
-    y = take(theirs, block * (BLOCK // WT) + wt, bounds[2], bounds[3], MASKED, THEIRS, K, WT == 2)
+    y = take(teacher_words, block * (BLOCK // WT) + wt, bounds[2], bounds[3], MASKED, THEIRS, K, WT == 2)
     return x, y
 
 
@@ -47,14 +47,14 @@ def words_of(raw, teacher, PAIRED: tl.constexpr, TEACHER_PAIRED: tl.constexpr, F
     J: tl.constexpr = F.J
     W: tl.constexpr = 2 if PAIRED else 1
     WT: tl.constexpr = 2 if TEACHER_PAIRED else 1
-    words, theirs = raw, teacher
+    words, teacher_words = raw, teacher
     if PAIRED:
         words = raw.to(tl.pointer_type(tl.int32))
     if TEACHER_PAIRED:
-        theirs = teacher.to(tl.pointer_type(tl.int32))
+        teacher_words = teacher.to(tl.pointer_type(tl.int32))
     lane = tl.arange(0, F.L)[:, None]
     w, wt = lane * (J // W) + tl.arange(0, J // W)[None, :], lane * (J // WT) + tl.arange(0, J // WT)[None, :]
-    return words, theirs, lane * J + tl.arange(0, J)[None, :], w, wt
+    return words, teacher_words, lane * J + tl.arange(0, J)[None, :], w, wt
 
 
 @triton.jit
@@ -113,18 +113,18 @@ def read_pair(raw, teacher, skew, end, part, c, ct, how, POLICY: tl.constexpr, F
     if F.TOTAL:
         centre = logits(tl.load(raw + skew), how[0], how[1], F.SCALED, F.CAPPED)
         centre = tl.where(tl.abs(centre) < -LOWEST, centre, 0.0)
-    words, theirs, j, w, wt = words_of(raw, teacher, F.PAIRED, F.TEACHER_PAIRED, F)
+    words, teacher_words, j, w, wt = words_of(raw, teacher, F.PAIRED, F.TEACHER_PAIRED, F)
     first, last = blocks(skew, end, F.LINE, F.VEC, BLOCK)
     bounds = edges(skew, end, F.VEC) + edges(skew, end, F.TEACHER_VEC)
     low, high, own = of_part(first, last, part, F)
     for block in tl.range(low, high, num_stages=1):
-        x, y = pair(words, theirs, block, w, wt, bounds, False, POLICY, W, WT, F)
+        x, y = pair(words, teacher_words, block, w, wt, bounds, False, POLICY, W, WT, F)
         z, u, top, topt, total = values(x, y, block * BLOCK + j, skew, end, how, total, centre, False, F)
         m, mt, best, bestt, sums = take_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F)
     # the first block if partial, and the last
     for edge in range(1 - first, 1 + (own & (end > last * BLOCK)).to(tl.int32)):
         block = tl.where(edge == 0, 0, last)
-        x, y = pair(words, theirs, block, w, wt, bounds, True, POLICY, W, WT, F)
+        x, y = pair(words, teacher_words, block, w, wt, bounds, True, POLICY, W, WT, F)
         z, u, top, topt, total = values(x, y, block * BLOCK + j, skew, end, how, total, centre, True, F)
         m, mt, best, bestt, sums = take_pair(z, u, top, topt, m, mt, best, bestt, block, sums, c, ct, F)
     column, columnt = tl.zeros([L], tl.int32), tl.zeros([L], tl.int32)
@@ -137,7 +137,7 @@ def read_pair(raw, teacher, skew, end, part, c, ct, how, POLICY: tl.constexpr, F
     if F.TEACHER_BEST:
         topt = tl.max(mt, axis=0)
         columnt = search(
-            theirs, bestt, mt == topt, topt, skew, end, bounds[2], bounds[3], (how[2], how[3]),
+            teacher_words, bestt, mt == topt, topt, skew, end, bounds[2], bounds[3], (how[2], how[3]),
             True, False, F.TEACHER_SCALED, F.TEACHER_CAPPED, F.TEACHER_PAIRED, F,
         )  # fmt: skip
     return m, mt, column - skew, columnt - skew, sums, tl.sum(total, axis=0), centre
@@ -157,8 +157,8 @@ def divergences_of(z, u, k, numbers, DIVERGENCE: tl.constexpr, F: tl.constexpr):
     """The results of DIVERGENCE, which takes log p and log q at each temperature of the comparison, in nats and never
     below the floor, then p and q, then its numbers.  `k` as in `gradient_pair`."""
     logs, each = (), ()
-    for n in tl.static_range(len(F.MEETS)):
-        log_p, log_q, p, q = log_probs_of(z, u, k, 11 * F.MEETS[n])
+    for n in tl.static_range(len(F.COMPARED_AT)):
+        log_p, log_q, p, q = log_probs_of(z, u, k, 11 * F.COMPARED_AT[n])
         logs, each = logs + (log_p, log_q), each + (p, q)
     return DIVERGENCE(*logs, *each, *numbers)
 
@@ -201,17 +201,17 @@ def divergence_pair(
     sums = ()
     for _ in tl.static_range(DIVERGENCE_SUMS):
         sums = sums + (tl.zeros([L], tl.float32),)
-    words, theirs, j, w, wt = words_of(raw, teacher, F.PAIRED, F.TEACHER_PAIRED, F)
+    words, teacher_words, j, w, wt = words_of(raw, teacher, F.PAIRED, F.TEACHER_PAIRED, F)
     first, last = blocks(skew, end, F.LINE, F.VEC, BLOCK)
     bounds = edges(skew, end, F.VEC) + edges(skew, end, F.TEACHER_VEC)
     low, high, own = of_part(first, last, part, F)
     for edge in range(1 - first, 1 + (own & (end > last * BLOCK)).to(tl.int32)):
         block = tl.where(edge == 0, 0, last)
-        x, y = pair(words, theirs, block, w, wt, bounds, True, POLICY, W, WT, F)
+        x, y = pair(words, teacher_words, block, w, wt, bounds, True, POLICY, W, WT, F)
         sums = add_divergences(x, y, block * BLOCK + j, skew, end, sums, k, numbers, how, True, DIVERGENCE, F)
     for back in tl.range(low, high, num_stages=1):  # backwards: the end of the row is still in the cache
         block = high - 1 + low - back
-        x, y = pair(words, theirs, block, w, wt, bounds, False, POLICY, W, WT, F)
+        x, y = pair(words, teacher_words, block, w, wt, bounds, False, POLICY, W, WT, F)
         sums = add_divergences(x, y, block * BLOCK + j, skew, end, sums, k, numbers, how, False, DIVERGENCE, F)
     whole = ()
     for i in tl.static_range(DIVERGENCE_SUMS):
@@ -229,7 +229,7 @@ def gradient_pair(z, u, k, pulls, numbers, cap, DIVERGENCE: tl.constexpr, F: tl.
     If t is a factor, z is finite.
     """
     g = tl.zeros_like(z)
-    for i in tl.static_range(len(F.MET)):
+    for i in tl.static_range(len(F.COMPARED)):
         if F.A[i] or F.B[i] or F.E[i] or F.TC[i]:
             t = tl.fma(z, k[11 * i] + tl.zeros_like(z), k[11 * i + 1] + tl.zeros_like(z))
             e = tl.exp2(t)
@@ -251,7 +251,7 @@ def gradient_pair(z, u, k, pulls, numbers, cap, DIVERGENCE: tl.constexpr, F: tl.
     if len(F.PULLED) > 0:
         found = divergences_of(z, u, k, numbers, DIVERGENCE, F)
         for n in tl.static_range(len(F.PULLED)):
-            g += pulls[6 * len(F.MET) + n] * found[2 * F.PULLED[n] + 1]
+            g += pulls[6 * len(F.COMPARED) + n] * found[2 * F.PULLED[n] + 1]
     return slopes(g, z, cap, F.CAPPED)
 
 
@@ -289,7 +289,7 @@ def write_pair(
     WT: tl.constexpr = 2 if TEACHER_PAIRED else 1
     BLOCK: tl.constexpr = K * L * J
     kind = out.dtype.element_ty
-    words, theirs, j, w, wt = words_of(raw, teacher, PAIRED, TEACHER_PAIRED, F)
+    words, teacher_words, j, w, wt = words_of(raw, teacher, PAIRED, TEACHER_PAIRED, F)
     low, high = inner(skew, end, VEC)
     first, last = blocks(skew, end, F.OUT_LINE, VEC, BLOCK)
     ragged, ends = rim(skew, end, low, high, VEC)
@@ -299,13 +299,13 @@ def write_pair(
     start, stop, own = of_part(first, last, part, F)
     for edge in range(1 - first, 1 + (own & (high > last * BLOCK)).to(tl.int32)):
         block = tl.where(edge == 0, 0, last)
-        x, y = pair(words, theirs, block, w, wt, bounds, True, "evict_first", W, WT, F)
+        x, y = pair(words, teacher_words, block, w, wt, bounds, True, "evict_first", W, WT, F)
         emit_pair(
             x, y, out, block * BLOCK + j, low, high, k, pulls, numbers, how, True, PAIRED, TEACHER_PAIRED, DIVERGENCE, F
         )
     for back in tl.range(start, stop, num_stages=1):
         block = stop - 1 + start - back
-        x, y = pair(words, theirs, block, w, wt, bounds, False, "evict_first", W, WT, F)
+        x, y = pair(words, teacher_words, block, w, wt, bounds, False, "evict_first", W, WT, F)
         emit_pair(
             x, y, out, block * BLOCK + j, 0, 0, k, pulls, numbers, how, False, PAIRED, TEACHER_PAIRED, DIVERGENCE, F
         )

@@ -262,34 +262,34 @@ def binary_cross_backward(grad, x, y):
 
 
 @triton.jit
-def sum_along(x, there):
+def sum_along(x, is_id):
     """The sum of a block without its padding; `x` may be one value for all of it."""
-    return tl.sum(tl.where(there, x, 0.0), axis=0)
+    return tl.sum(tl.where(is_id, x, 0.0), axis=0)
 
 
 @triton.jit
-def logsumexp_along(x, there):
-    x = tl.where(there, x, -INF)
+def logsumexp_along(x, is_id):
+    x = tl.where(is_id, x, -INF)
     top = tl.max(x, axis=0)
     top = tl.where(tl.abs(top) == INF, 0.0, top)
     return tl.log(tl.sum(exp(x - top), axis=0)) + top
 
 
 @triton.jit
-def log_softmax_along(x, there):
-    return x - logsumexp_along(x, there)
+def log_softmax_along(x, is_id):
+    return x - logsumexp_along(x, is_id)
 
 
 @triton.jit
-def softmax_along(x, there):
-    return exp(log_softmax_along(x, there))
+def softmax_along(x, is_id):
+    return exp(log_softmax_along(x, is_id))
 
 
 @triton.jit
-def log_softmax_backward_along(grad, output, there):
-    return grad - exp(output + tl.zeros_like(grad)) * sum_along(grad, there)
+def log_softmax_backward_along(grad, output, is_id):
+    return grad - exp(output + tl.zeros_like(grad)) * sum_along(grad, is_id)
 
 
 @triton.jit
-def softmax_backward_along(grad, output, there):
-    return output * (grad - sum_along(grad * output, there))
+def softmax_backward_along(grad, output, is_id):
+    return output * (grad - sum_along(grad * output, is_id))

@@ -42,7 +42,7 @@ def argument(given, row, count, k, ROWS: tl.constexpr):
 def arguments(given, row, count, k, F: tl.constexpr):
     """What the printed function takes besides facts, and each term's weight of the row."""
     NUMBERS: tl.constexpr = F.NUMBERS
-    inputs, weights, seeds, known = (), (), (), ()
+    inputs, weights, seeds, literals = (), (), (), ()
     for i in tl.static_range(len(F.INPUT_ROWS)):
         inputs = inputs + (argument(given.inputs[i], row, count, k, F.INPUT_ROWS[i]),)
     for i in tl.static_range(len(F.BASE_KINDS)):
@@ -50,5 +50,5 @@ def arguments(given, row, count, k, F: tl.constexpr):
         weights = weights + (base,)
         seeds = seeds + (base * number(given.factors[i], row, F.FACTOR_KINDS[i] >= 0, False).to(tl.float32),)
     for i in tl.static_range(NUMBERS):
-        known = known + (number(given.numbers[i], row, False, False).to(tl.float32),)
-    return inputs, weights, seeds, known
+        literals = literals + (number(given.numbers[i], row, False, False).to(tl.float32),)
+    return inputs, weights, seeds, literals

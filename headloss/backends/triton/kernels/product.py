@@ -6,7 +6,7 @@ Dimension key:  C rows of a chunk   V columns in hand   D hidden size   BM, BN, 
     read     t = multiplier * X W^T, in units of log 2.  Each tile stores sums of its rows, without the target and
              relative to its own maximum; if asked, also e = 2^(t - reference) in bf16
     hidden   dX = factor * (E W) + share * W[target] + constant * sum_j W_j
-    weight   dW = E^T X' (+ what was there) + sum_n constant_n X_n, where X' are the rows of X times their factors
+    weight   dW = E^T X' (+ what `out` has) + sum_n constant_n X_n, where X' are the rows of X times their factors
 
 Persistent programs over tiles of one size: a tile's values do not depend on which program computes it, on the rows in
 other tiles, nor on how many there are.  The number of rows that count is read on the device.
@@ -28,8 +28,8 @@ def dot(x, y, acc):
 
 
 @triton.jit
-def even(x):
-    """Tells the compiler that a width or a stride is whole vectors of 16 bytes, which `product.fits` has checked."""
+def whole_vectors(x):
+    """Tells the compiler that a width or a stride is a multiple of 16 bytes, which `product.fits` has checked."""
     return x // 8 * 8
 
 
@@ -37,7 +37,7 @@ def even(x):
 def tile_of(t, tall, wide, GROUP: tl.constexpr):
     """The row and column of tile t, in groups of about GROUP rows of tiles, so that operands stay in the cache.
 
-    No group is a small rest.  Beyond the last tile, one that does not exist.
+    No group is a small rest.  Past the last tile, the result is a tile that does not exist.
     """
     groups = tl.where(tall <= GROUP + GROUP // 2, 1, tl.cdiv(tall, GROUP))
     size = tl.maximum(tl.cdiv(tall, groups), 1)
@@ -162,13 +162,13 @@ def read_kernel(x, w, e, count, at, out, V, D, rows, start, first, wide, tiles, 
 
 
 @triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count", "beyond", "tiles"])
-def repair_kernel(x, w, e, count, beyond, tiles, at, V, D, F: tl.constexpr):
+def repair_kernel(x, w, e, count, far, tiles, at, V, D, F: tl.constexpr):
     """Compute e again in rows of tiles with a row too far from its reference, which has been replaced since."""
     BM: tl.constexpr = F.BM
     BN: tl.constexpr = F.BN
     BK: tl.constexpr = F.BK
     live, wide, deep = tl.load(count), tl.cdiv(V, BN), tl.cdiv(D, BK)
-    bad = tl.load(beyond)
+    bad = tl.load(far)
     for t in tl.range(tl.program_id(0), bad * wide, F.PROGRAMS):
         pm, pn = tl.load(tiles + t // wide), t % wide
         acc = begun(own_column(at.target, pm, pn, live, F.TARGET, BM, BN), pn, V, F.TARGET, True, BM, BN)
@@ -189,7 +189,7 @@ def hidden_part(
     acc, number, here, column, factor, share, constant, own, at, total, weight_stride, out_stride, D, F: tl.constexpr
 ):
     keep = here[:, None]
-    if not F.EVEN:
+    if not F.WHOLE_TILES:
         keep = keep & (column < D)[None, :]
     x = acc * factor[:, None]
     if F.CONSTANT:

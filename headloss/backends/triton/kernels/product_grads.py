@@ -17,7 +17,7 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import LN2
 from headloss.backends.triton.kernels.pointwise import quick_log2
-from headloss.backends.triton.kernels.product import even
+from headloss.backends.triton.kernels.product import whole_vectors
 
 
 @triton.jit
@@ -67,18 +67,17 @@ def some_of(begin, first, end, listed, a, b, e, c, y, B: tl.constexpr, F: tl.con
 
 @triton.jit(do_not_specialize_on_alignment=["listed", "count", "a", "b", "e", "c", "y"])
 def live_kernel(count, listed, a, b, e, c, y, at, BM: tl.constexpr, B: tl.constexpr, R: tl.constexpr, F: tl.constexpr):
-    """`counts`: rows with a gradient, rows of E to move, marked tiles.  The rows with a gradient are to be the front of
-    E:
+    """`counts`: rows with a gradient, rows of E to move, marked tiles.
 
-    those further back move into the gaps in front, from `sources` to `gaps`; `ranks` numbers them.  One program per B
-    places, which counts over all places by itself.
+    The rows with a gradient are to be the first of E: those further back move into gaps in front, from `sources` to
+    `gaps`; `ranks` numbers them.  One program per B places, which counts over all places itself.
     """
     live, own = tl.load(count), tl.program_id(0) * B
     if own == 0:
         marked = 0
         for first in range(0, tl.cdiv(live, BM), R):
             i = first + tl.arange(0, R)
-            bad = tl.load(at.beyond + i, mask=i < tl.cdiv(live, BM), other=0)
+            bad = tl.load(at.far + i, mask=i < tl.cdiv(live, BM), other=0)
             tl.store(at.tiles + marked + tl.cumsum(bad, 0) - 1, i, mask=bad > 0)
             marked += tl.sum(bad, 0)
         tl.store(at.counts + 2, marked)
@@ -104,8 +103,8 @@ def live_kernel(count, listed, a, b, e, c, y, at, BM: tl.constexpr, B: tl.conste
 
 @triton.jit(do_not_specialize=["stride"])
 def move_kernel(e, counts, gaps, sources, stride, PROGRAMS: tl.constexpr, B: tl.constexpr):
-    """Moves whole rows, with the few columns of padding: whole vectors move five times as fast."""
-    stride = even(stride)
+    """Moves whole rows with their few columns of padding: whole vectors move five times as fast."""
+    stride = whole_vectors(stride)
     V = stride
     parts = tl.cdiv(V, B)
     for i in tl.range(tl.program_id(0), tl.load(counts + 1) * parts, PROGRAMS):
@@ -124,7 +123,7 @@ def factor_kernel(
     TARGET: tl.constexpr, SCALED: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """One program per row that counts stores what the gradient products need of it, at the row's place in E."""
-    D, stride, scaled_stride = even(D), even(stride), even(scaled_stride)
+    D, stride, scaled_stride = whole_vectors(D), whole_vectors(stride), whole_vectors(scaled_stride)
     place = tl.program_id(0)
     live, alive = tl.load(count), tl.load(at.counts)
     if TARGET and place >= alive:
@@ -178,12 +177,11 @@ def factor_kernel(
 
 @triton.jit(do_not_specialize=["stride"])
 def bend_kernel(e, bends, counts, stride, PROGRAMS: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr):
-    """e becomes the gradient by the logit, p (a + b log p + e p), in the rows that have one; where e is 0, p log p is
-    0.
+    """E becomes the gradient by the logits, p (a + b log p + e p), in the rows that have one; if e is 0, p log p is 0.
 
     The largest e uses a log p from before e was rounded: if p is near 1, the gradient would be nothing but rounding.
     """
-    stride = even(stride)
+    stride = whole_vectors(stride)
     parts = tl.cdiv(stride, B)
     for i in tl.range(tl.program_id(0), tl.load(counts) * parts, PROGRAMS):
         at, column = i // parts, i % parts * B + tl.arange(0, B)
@@ -233,15 +231,15 @@ def scatter_kernel(
     keys, order, numbers, shares, hidden, out, rows, V, D, stride, out_stride,
     R: tl.constexpr, BD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out[key] += sum of share * hidden over the rows of that key: keys rise, and the first row of a run adds up the
-    run.
+    """out[key] += sum of share * hidden over the rows of that key: keys are sorted, and the first row of a run adds up
+    the run.
 
     Most runs are one row; frequent tokens have hundreds, so the rest of a run is taken R rows at a time.
     """
     if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
         tl.extra.cuda.gdc_wait()
         return
-    D, stride, out_stride = even(D), even(stride), even(out_stride)
+    D, stride, out_stride = whole_vectors(D), whole_vectors(stride), whole_vectors(out_stride)
     parts = tl.cdiv(D, BD)
     i = tl.program_id(0) // parts
     key, place = tl.load(keys + i), tl.load(order + i)
@@ -281,7 +279,7 @@ def blank_kernel(
     if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
         tl.extra.cuda.gdc_wait()
         return
-    D, stride = even(D), even(stride)
+    D, stride = whole_vectors(D), whole_vectors(stride)
     place = tl.program_id(0)
     row = place
     if F.LISTED:

@@ -8,7 +8,7 @@ vocabulary.  The tiles of a rank are covered by the fewest such nodes, in the or
 then levels that fall.  So a node has one of 2 L slots, and the rank's first tile and its number of tiles say which
 slots are taken.
 
-    nodes     the nodes of this rank's tiles, and where its columns lie
+    nodes     the nodes of this rank's tiles, and the range of its columns
     across    the nodes of all ranks, joined as one rank would have joined them
 """
 
@@ -92,9 +92,9 @@ def across_kernel(
 ):  # fmt: skip
     """Sums over all columns, the target's column and its logit, from what `nodes` stored on each rank.
 
-    Nodes come in the order of their tiles, so those that still wait for their other half are the binary digits of the
-    number of tiles so far: `scratch` has one per level.  If a cut is not a multiple of a tile, there is no single-rank
-    tree to follow, and nodes are joined one after the other.
+    Nodes come in the order of their tiles, so those that wait for their other half are the binary digits of the number
+    of tiles so far: `scratch` has one per level.  If a rank's columns do not start at a tile (not `whole`), no single
+    rank has such a tree, and nodes are joined one after the other.
     """
     B: tl.constexpr = F.B
     FIELDS: tl.constexpr = F.FIELDS
@@ -103,20 +103,20 @@ def across_kernel(
     if tl.program_id(0) * B >= tl.load(count):
         return
     here, slots = row < wide, 2 * levels
-    room, node_stride, rank_stride = rows.to(tl.int64) * FIELDS, stride.to(tl.int64) * FIELDS, rank_stride.to(tl.int64)
+    level, node_stride, rank_stride = rows.to(tl.int64) * FIELDS, stride.to(tl.int64) * FIELDS, rank_stride.to(tl.int64)
     about = gathered + slots * node_stride  # per rank: the target's logit and column, the first column, how many
-    even, own, found = 1, tl.full([B], -1.0, tl.float32), tl.full([B], -float("inf"), tl.float32)
+    whole, own, found = 1, tl.full([B], -1.0, tl.float32), tl.full([B], -float("inf"), tl.float32)
     for rank in range(0, ranks):
         at = about + rank * rank_stride
         start, columns = tl.load(at + 2 * stride).to(tl.int32), tl.load(at + 3 * stride).to(tl.int32)
-        even = tl.where((columns > 0) & (start % TILE != 0), 0, even)
+        whole = tl.where((columns > 0) & (start % TILE != 0), 0, whole)
         if F.TARGET:
             found = tl.maximum(found, tl.load(at + row, mask=here, other=-float("inf")))
             own = tl.maximum(own, tl.load(at + stride + row, mask=here, other=-1.0))
     if F.TARGET:
         tl.store(targets + row, own.to(tl.int32), mask=here)
         tl.store(logit + row, found, mask=here)
-    waiting = even * 0  # how many tiles the nodes in the scratch cover
+    waiting = whole * 0  # how many tiles the nodes in the scratch cover
     for rank in range(0, ranks):
         base = gathered + rank * rank_stride
         at = about + rank * rank_stride
@@ -127,21 +127,21 @@ def across_kernel(
             if taken(slot, levels, tile, end):
                 k = level_of(slot, levels)
                 tile += 1 << k
-                from_ = base + slot * node_stride + row
-                most, S, total, best, X, Q = loaded(from_, stride, here, SUMS)
-                k = k * even
+                node = base + slot * node_stride + row
+                most, S, total, best, X, Q = loaded(node, stride, here, SUMS)
+                k = k * whole
                 while (waiting >> k) % 2 == 1:
-                    left = loaded(scratch + k * room + row, rows, here, SUMS)
+                    left = loaded(scratch + k * level + row, rows, here, SUMS)
                     most, S, total, best, X, Q = joined(left, (most, S, total, best, X, Q))
                     waiting -= 1 << k
-                    k += even
-                stored(scratch + k * room + row, rows, here, (most, S, total, best, X, Q), SUMS)
+                    k += whole
+                stored(scratch + k * level + row, rows, here, (most, S, total, best, X, Q), SUMS)
                 tl.debug_barrier()  # one thread may load what another stores
                 waiting += 1 << k
     most, S = tl.full([B], NONE, tl.float32), tl.zeros([B], tl.float32)
     total, best, X, Q = S, S, S, S
     for k in range(0, levels + 1):
         if (waiting >> k) % 2 == 1:
-            left = loaded(scratch + k * room + row, rows, here, SUMS)
+            left = loaded(scratch + k * level + row, rows, here, SUMS)
             most, S, total, best, X, Q = joined(left, (most, S, total, best, X, Q))
     stored(out + row, rows, here, (most, S, total, best, X, Q), SUMS)

@@ -1,6 +1,6 @@
 """The argument records of the head's matrix products and of the kernels around them; see records.py.
 
-Separate arguments are sizes, pointers whose alignment Triton need not know, descriptors, and whatever may be None.
+Separate arguments are sizes, pointers whose alignment Triton need not know, descriptors, and those that may be None.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from headloss.backends.triton.kernels.records import Flag
 ReadAt = namedtuple("ReadAt", "target multiplier reference")
 HiddenAt = namedtuple("HiddenAt", "out factors shares constants weight")
 GatherAt = namedtuple("GatherAt", "hidden weight copy targets multiplier logit reference")
-FinishAt = namedtuple("FinishAt", "node targets logit reference out lse logprob top beyond")
-LiveAt = namedtuple("LiveAt", "beyond counts tiles gaps sources ranks")
+FinishAt = namedtuple("FinishAt", "node targets logit reference out lse logprob top far")
+LiveAt = namedtuple("LiveAt", "far counts tiles gaps sources ranks")
 FactorAt = namedtuple(
     "FactorAt",
     "hidden counts gaps ranks targets multiplier reference lse logprob top factors bends shares constants "
@@ -49,6 +49,6 @@ class ProductFlags(NamedTuple):
     # the gradients
     CONSTANT: Flag = False
     OVERLAP: Flag = False
-    EVEN: Flag = False
+    WHOLE_TILES: Flag = False
     ADD: Flag = False
     PARTS: Flag = 2

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import LN2, LOG2E, temperature
-from headloss.backends.triton.kernels.product import even
+from headloss.backends.triton.kernels.product import whole_vectors
 from headloss.backends.triton.kernels.sums import part_sums, put
 
 NONE = tl.constexpr(-1.0e30)  # the maximum of no columns: finite, because NONE - NONE must be 0
@@ -24,7 +24,7 @@ FAR = tl.constexpr(86.0)  # most powers of 2 between a row's reference and its m
 def order_kernel(target, rows, count, N, B: tl.constexpr, R: tl.constexpr):
     """List the rows whose target is not -100 and, from the end, the others.
 
-    One program per B rows, which counts the rows before its own by itself: a single program for all takes 16 us.
+    One program per B rows, which counts the rows before its own itself: a single program for all takes 16 us.
     """
     at, found = tl.program_id(0) * B, 0
     for first in range(0, at, R):
@@ -46,7 +46,7 @@ def order_kernel(target, rows, count, N, B: tl.constexpr, R: tl.constexpr):
 def gather_kernel(at, rows, count, target, temperatures, scale, C, V, D, start, stride, weight_stride, F: tl.constexpr):
     """One program per place: its row, its target's column here (-1: none), and the logit there or else in column 0."""
     BD: tl.constexpr = F.BD
-    D, stride, weight_stride = even(D), even(stride), even(weight_stride)
+    D, stride, weight_stride = whole_vectors(D), whole_vectors(stride), whole_vectors(weight_stride)
     place = tl.program_id(0)
     live = C
     if F.LISTED:
@@ -65,7 +65,7 @@ def gather_kernel(at, rows, count, target, temperatures, scale, C, V, D, start, 
         column = tl.load(target + row, mask=here, other=-1).to(tl.int64) - start
         own = tl.where(here & (column >= 0) & (column < V), column, -1).to(tl.int32)
     near = tl.maximum(own, 0)
-    width = even(tl.where(here, D, 0))
+    width = whole_vectors(tl.where(here, D, 0))
     sums = tl.zeros([BD], tl.float32)
     for first in range(0, D, BD):
         d = first + tl.arange(0, BD)
@@ -170,7 +170,7 @@ def finish_kernel(at, listed, count, temperatures, tiles, rows, wide, columns, S
     """Sums over all columns, the target's included, to `at.out` (sums, wide), by the rows of the chunk.
 
     REBASED: relative to lse instead of the maximum, which keeps the digits of a log p near 0.  A row whose maximum is
-    far from its reference gets a new reference, and its tile of rows a mark in `beyond`.  Ignored rows: 0, and S = 1.
+    far from its reference gets a new reference, and its tile of rows a mark in `far`.  Ignored rows: 0, and S = 1.
     """
     B: tl.constexpr = F.B
     place = tl.program_id(0) * B + tl.arange(0, B)
@@ -206,7 +206,7 @@ def finish_kernel(at, listed, count, temperatures, tiles, rows, wide, columns, S
         base = tl.load(at.reference + place, mask=here, other=0.0)
         bad = here & (tl.abs(most - base) > FAR)
         tl.store(at.reference + place, most, mask=bad)
-        tl.store(at.beyond + tl.program_id(0), tl.max(bad.to(tl.int32), 0))
+        tl.store(at.far + tl.program_id(0), tl.max(bad.to(tl.int32), 0))
     X += tl.where(p > 0, p * gap, 0.0)
     shift = most
     if F.REBASED:

@@ -2,15 +2,15 @@
 """The pull: d(loss)/d(raw) from a handful of numbers per row.
 
     d(loss)/d(s_j) = p_j (a + b log p_j + e p_j) + c + y 1[j=y]        the student's own, summed over temperatures
-                   + t e^(s_j - tail lse)                              a sparse teacher's tail: an entry with a maximum
-                                                                       of its own; what it leaves at the ids is junk
+                   + t e^(s_j - tail lse)                              a sparse teacher's tail: an entry with its own
+                                                                       maximum; at the ids it is overwritten later
                    + p_j (a + b log p_j + c log q_j) + d q_j           each dense teacher's, where p and q are the
                    + g (f'_j - p_j sum f')                             softmaxes over the columns that both have
 
 with s = z / T.  `ELEMENT` is a printed function: from (log p, log q) at each temperature, and from numbers, it returns
 f and f' = df/d(log p) of each divergence; DIVERGENCES says at which temperature each is.
 
-A program writes WIDTH columns of one row; `rows` (F, N) holds what a row needs, in the order in which it is loaded
+A program writes WIDTH columns of one row; `rows` (F, N) has the numbers of a row, in the order in which they are loaded
 below.  Columns are counted from the boundary below the output's first element.  Vectors that lie entirely inside the
 row are stored whole; the row's ragged ends, fewer than VEC columns each, are stored separately, because the rest of
 their vectors belongs to other rows.
@@ -33,11 +33,11 @@ def slopes(g, z, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def log_pair(z, u, tops, met, AT: tl.constexpr):
-    """log p and log q, never below the floor, from both maxima and the numbers of `met` from index AT on: 1 / T, log_S,
-    1 / the teacher's T, log_St."""
-    log_p = tl.maximum((z - tops[0]) * met[AT], NATS) - met[AT + 1]
-    return log_p, tl.maximum((u - tops[1]) * met[AT + 2], NATS) - met[AT + 3]
+def log_pair(z, u, tops, pairs, AT: tl.constexpr):
+    """log p and log q, never below the floor, from both maxima and four numbers of `pairs`, from index AT on: 1 / T,
+    log_S, 1 / the teacher's T, log_St."""
+    log_p = tl.maximum((z - tops[0]) * pairs[AT], NATS) - pairs[AT + 1]
+    return log_p, tl.maximum((u - tops[1]) * pairs[AT + 2], NATS) - pairs[AT + 3]
 
 
 @triton.jit
@@ -49,11 +49,11 @@ def exponentials(logs):
 
 
 @triton.jit
-def gradient(raw, others, own, tops, met, divergences, given, ELEMENT: tl.constexpr, F: tl.constexpr):
+def gradient(raw, others, own, tops, pairs, divergences, given, ELEMENT: tl.constexpr, F: tl.constexpr):
     """The gradient, but for what the target adds; and z.
 
     `own` has seven numbers per entry: maximum, log2(e) / T, log_sum; a, b, e, c over T, b in base 2.  `others` are the
-    teachers' logits, `tops` the student's maximum and theirs; `met` has eight numbers per teacher and temperature: the
+    teachers' logits, `tops` all maxima, the student's first; `pairs` has eight numbers per teacher and temperature: the
     four of `log_pair`; a, b, c, d over T.  `divergences` has two per divergence: g over T, sum f'.
     """
     z = logits(raw, given.scale, given.cap, F.SCALED, F.CAPPED)
@@ -77,17 +77,17 @@ def gradient(raw, others, own, tops, met, divergences, given, ELEMENT: tl.conste
             u = u + (logits(others[t], scale, cap, F.TEACHER_SCALED[t], F.TEACHER_CAPPED[t]),)
         logs = ()
         for i in tl.static_range(len(F.TA)):
-            log_p, log_q = log_pair(z, u[F.MET_OF[i]], (tops[0], tops[1 + F.MET_OF[i]]), met, 8 * i)
+            log_p, log_q = log_pair(z, u[F.TEACHER_OF[i]], (tops[0], tops[1 + F.TEACHER_OF[i]]), pairs, 8 * i)
             logs = logs + (log_p, log_q)
             if F.TA[i] or F.TB[i] or F.TC[i]:
-                slope = met[8 * i + 4] + 0.0
+                slope = pairs[8 * i + 4] + 0.0
                 if F.TB[i]:
-                    slope = slope + met[8 * i + 5] * log_p
+                    slope = slope + pairs[8 * i + 5] * log_p
                 if F.TC[i]:
-                    slope = slope + met[8 * i + 6] * log_q
+                    slope = slope + pairs[8 * i + 6] * log_q
                 g += tl.exp2(log_p * LOG2E) * slope
             if F.TD[i]:
-                g += met[8 * i + 7] * tl.exp2(log_q * LOG2E)
+                g += pairs[8 * i + 7] * tl.exp2(log_q * LOG2E)
         if ELEMENT is not None:
             found = ELEMENT(*logs, *exponentials(logs), *given.numbers)
             for n in tl.static_range(len(F.DIVERGENCES)):
@@ -98,7 +98,7 @@ def gradient(raw, others, own, tops, met, divergences, given, ELEMENT: tl.conste
 
 @triton.jit
 def coefficient(rows, N, over, live, PRESENT: tl.constexpr):
-    """The next coefficient times `over`, or 0 if not PRESENT; whether any so far is not 0; and the next pointer."""
+    """The next coefficient times `over`, or 0 if not PRESENT; whether any so far is not 0; the pointer to the next."""
     k = 0.0
     if PRESENT:
         k = tl.load(rows) * over
@@ -133,7 +133,7 @@ def pull_kernel(
     ELEMENT: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     VEC: tl.constexpr = F.VEC
-    TAUGHT: tl.constexpr = len(F.TEACHER_VEC) > 0
+    TEACHERS: tl.constexpr = len(F.TEACHER_VEC) > 0
     BLOCK: tl.constexpr = F.BLOCK
     STAGES: tl.constexpr = F.STAGES
     row = tl.program_id(0) // parts
@@ -158,7 +158,7 @@ def pull_kernel(
         f = given.scale + 0.0
     live = tl.full([], 0, tl.int1)
     at_target = 0.0
-    own, tops, met, overs, divergences = (), (), (), (), ()
+    own, tops, pairs, overs, divergences = (), (), (), (), ()
     m = 0.0
     for i in tl.static_range(len(F.A)):
         T = temperature(given.temperatures[i], row, F.PER_ROW[i])
@@ -175,23 +175,23 @@ def pull_kernel(
         y, live, rows = coefficient(rows, N, over, live, F.Y[i])
         at_target += y
         own = own + (m, tl.div_rn(LOG2E, T), log_sum, a, b * LN2, e, const)
-    if TAUGHT:
+    if TEACHERS:
         tops = (tl.load(rows),)
         rows += N
     for _t in tl.static_range(len(F.TEACHER_VEC)):
         tops = tops + (tl.load(rows),)
         rows += N
     for i in tl.static_range(len(F.TA)):
-        T = temperature(given.met_temperatures[i], row, F.MET_PER_ROW[i])
+        T = temperature(given.compared_temperatures[i], row, F.COMPARED_PER_ROW[i])
         over = tl.div_rn(f, T)
-        theirs = tl.div_rn(1.0, temperature(given.teacher_temperatures[i], row, F.TEACHER_PER_ROW[i]))
-        met = met + (tl.div_rn(1.0, T), tl.load(rows), theirs, tl.load(rows + N))
+        inverse_t = tl.div_rn(1.0, temperature(given.teacher_temperatures[i], row, F.TEACHER_PER_ROW[i]))
+        pairs = pairs + (tl.div_rn(1.0, T), tl.load(rows), inverse_t, tl.load(rows + N))
         rows += 2 * N
         a, live, rows = coefficient(rows, N, over, live, F.TA[i])
         b, live, rows = coefficient(rows, N, over, live, F.TB[i])
         at_q, live, rows = coefficient(rows, N, over, live, F.TC[i])
         d, live, rows = coefficient(rows, N, over, live, F.TD[i])
-        met = met + (a, b, at_q, d)
+        pairs = pairs + (a, b, at_q, d)
         overs = overs + (over,)
     for n in tl.static_range(len(F.DIVERGENCES)):
         pulled, live, rows = coefficient(rows, N, overs[F.DIVERGENCES[n]], live, True)
@@ -206,38 +206,38 @@ def pull_kernel(
     ragged, ends = rim(low_here, high, whole_low, whole_high, VEC)
     cut = (whole_low > low_here) | (whole_high < high)
     if live:
-        said = ()
+        picked_t = ()
         if F.TARGET:
             column = (wanted - start + skew).to(tl.int32)
             here = (column >= low_here) & (column < high)
             picked = tl.zeros([], raw.dtype.element_ty)
-            said = loaded(teachers, column, here)
+            picked_t = loaded(teachers, column, here)
             if here:
                 picked = tl.load(raw + column)
                 tl.debug_barrier()  # every warp has read the target's logit before any may overwrite it
-        if not TAUGHT:  # early, to hide its latency behind the blocks; with several rows there are too few registers
+        if not TEACHERS:  # early, to hide its latency behind the blocks; with teachers there are too few registers
             x_ends = tl.load(raw + ragged, mask=ends, other=0.0)
         for block in tl.range(first, last, num_stages=STAGES):
             x = tl.load(raw + block * BLOCK + j, eviction_policy="evict_first")
             u = ()
             for t in tl.static_range(len(F.TEACHER_VEC)):
                 u = u + (tl.load(teachers[t] + block * BLOCK + j, eviction_policy="evict_first"),)
-            g, _ = gradient(x, u, own, tops, met, divergences, given, ELEMENT, F)
+            g, _ = gradient(x, u, own, tops, pairs, divergences, given, ELEMENT, F)
             tl.store(out + block * BLOCK + j, g.to(kind), eviction_policy="evict_first")
         for edge in range(1 - head, 1 + (whole_high > last * BLOCK).to(tl.int32)):
             to = tl.where(edge == 0, low // BLOCK, last) * BLOCK + j
             whole = (to >= whole_low) & (to < whole_high)
             x = tl.load(raw + to, mask=whole, other=0.0)
-            g, _ = gradient(x, loaded(teachers, to, whole), own, tops, met, divergences, given, ELEMENT, F)
+            g, _ = gradient(x, loaded(teachers, to, whole), own, tops, pairs, divergences, given, ELEMENT, F)
             tl.store(out + to, g.to(kind), mask=whole)
         if cut:
-            if TAUGHT:
+            if TEACHERS:
                 x_ends = tl.load(raw + ragged, mask=ends, other=0.0)
-            g, _ = gradient(x_ends, loaded(teachers, ragged, ends), own, tops, met, divergences, given, ELEMENT, F)
+            g, _ = gradient(x_ends, loaded(teachers, ragged, ends), own, tops, pairs, divergences, given, ELEMENT, F)
             tl.store(out + ragged, g.to(kind), mask=ends)
         if F.TARGET:  # noqa: SIM102, known before the kernel runs
             if here:  # one store instead of a comparison for every column
-                g, z = gradient(picked, said, own, tops, met, divergences, given, ELEMENT, F)
+                g, z = gradient(picked, picked_t, own, tops, pairs, divergences, given, ELEMENT, F)
                 g += slopes(at_target, z, given.cap, F.CAPPED)
                 tl.debug_barrier()
                 tl.store(out + column, g.to(kind))

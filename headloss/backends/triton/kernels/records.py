@@ -25,7 +25,7 @@ class At(NamedTuple):
     ids: Any
     sorted_ids: Any
     wide: Any  # (F, N, count)
-    held: Any  # per row, where its ids are: see `row_loops.hide_ids`; or what its programs tell each other
+    scratch: Any  # per row, where its ids are: see `row_loops.hide_ids`; or what its programs exchange
 
 
 class SettleAt(NamedTuple):
@@ -40,7 +40,7 @@ class SettleAt(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a visit, or settling, is called with; tuples have an entry per temperature, input, term or literal."""
+    """The numbers of a visit, or of settling; tuples have an entry per temperature, input, term or literal."""
 
     temperatures: Any
     teacher_temperatures: Any
@@ -54,7 +54,7 @@ class Given(NamedTuple):
     cap: Any
     teacher_scale: Any
     teacher_cap: Any
-    beyond: Any = ()  # for a teacher on a larger vocabulary, its log-sum-exp over what the student lacks
+    teacher_tails: Any = ()  # for a teacher on a larger vocabulary, its log-sum-exp over what the student lacks
 
 
 class PullAt(NamedTuple):
@@ -67,13 +67,13 @@ class PullAt(NamedTuple):
 
 
 class PullGiven(NamedTuple):
-    """What a pull is called with; `temperatures`: see `PullFlags`."""
+    """The numbers of a pull; `temperatures`: see `PullFlags`."""
 
     temperatures: Any
     scale: Any
     cap: Any
     # per dense teacher and temperature of its comparison
-    met_temperatures: Any = ()
+    compared_temperatures: Any = ()
     teacher_temperatures: Any = ()
     numbers: Any = ()  # the literals of divergences
     # per dense teacher
@@ -105,9 +105,9 @@ class Flags(NamedTuple):
     FINITE_OUT: Flag  # whether a logit is a factor in the gradient
     # of a teacher
     DENSE: Flag
-    MEETS: Flag  # at which temperatures a teacher is compared
-    MEET_OF: Flag  # the index among those, or -1
-    MET: Flag
+    COMPARED_AT: Flag  # the temperatures at which rows are compared with the teacher, by index
+    COMPARISON: Flag  # the index among those, or -1
+    COMPARED: Flag  # whether it is one of those of a dense teacher
     WHOLE: Flag  # whether its vocabulary is larger
     TEACHER_BEST: Flag
     WANT_Y: Flag
@@ -147,9 +147,9 @@ class Flags(NamedTuple):
     RAW_VEC: Flag  # of the logits, counted from the output's boundary
     TEACHER_VEC: Flag
     OUT_TEACHER_VEC: Flag
-    SAME: Flag
-    EVEN: Flag
-    PAIRED: Flag
+    SAME: Flag  # whether logits and gradient start on a line in the same columns
+    UNCUT: Flag  # whether no vector belongs to two rows
+    PAIRED: Flag  # whether two bfloat16 are read as one word
     TEACHER_PAIRED: Flag
     # how it is swept
     K: Flag
@@ -160,7 +160,7 @@ class Flags(NamedTuple):
     PARTS: Flag  # how many programs share a row; 0: none do
     PADDED: Flag  # a power of 2, at least as many
     SPAN: Flag  # how many blocks each of them has
-    TOLD: Flag  # how many numbers those of a row tell each other
+    EXCHANGED: Flag  # how many numbers the programs of a row exchange
 
 
 class SweepFlags(NamedTuple):
@@ -177,7 +177,7 @@ class SweepFlags(NamedTuple):
     WANT_X: Flag = ()
     WANT_Q: Flag = ()
     TEACHER_BEST: Flag = False
-    MET: Flag = ()  # at which temperatures a teacher is compared
+    COMPARED: Flag = ()  # whether rows are compared with the teacher at this temperature
     WANT_Y: Flag = ()
     WANT_F: Flag = ()
     WANT_G: Flag = ()
@@ -220,15 +220,15 @@ class PullFlags(NamedTuple):
     RAW_VEC: Flag
     BLOCK: Flag
     STAGES: Flag
-    MAXIMA: Flag = False  # whether each has a maximum of its own
-    # of dense teachers: an entry per temperature at which one pulls
-    MET_OF: Flag = ()  # which teacher
+    MAXIMA: Flag = False  # whether each has its own maximum
+    # of dense teachers: an entry per teacher and temperature at which it pulls
+    TEACHER_OF: Flag = ()  # the index of the teacher
     TA: Flag = ()
     TB: Flag = ()
     TC: Flag = ()
     TD: Flag = ()
     DIVERGENCES: Flag = ()  # per divergence, the index of its entry here
-    MET_PER_ROW: Flag = ()
+    COMPARED_PER_ROW: Flag = ()
     TEACHER_PER_ROW: Flag = ()
     # per dense teacher
     TEACHER_SCALED: Flag = ()
@@ -254,11 +254,11 @@ class SettleFlags(NamedTuple):
     WANT_Q: Flag
     TARGET: Flag  # whether a loss reads it
     # of dense teachers
-    TAUGHT: Flag = False
-    THEIR_SLOT: Flag = 0  # the index of the teachers' first sum
+    TEACHERS: Flag = False
+    TEACHER_SLOT: Flag = 0  # the index of the teachers' first sum
     TEACHER_BEST: Flag = ()  # per teacher, whether its argmax is asked for
     BEST_OF: Flag = ()  # per fact that is an argmax, the index of its teacher among those
-    MET: Flag = ()  # per teacher and temperature of its comparison, which of the six sums there are
+    JOINT: Flag = ()  # per teacher and temperature of its comparison, which of the six sums there are
     DIVERGENCES: Flag = 0  # divergences
     TEACHER_PULLS: Flag = ()  # which of the teachers' coefficients there are
     # how it is called

@@ -6,15 +6,15 @@ Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in e
 A block is K x (L, J) columns.  Each lane keeps its own partial, so no warp waits for another inside a loop; the loads
 and exponentials of many warps overlap instead.  The row's last block, which is partial, is read before the loop and
 kept for the second sweep, and so are the KEEP blocks before it.  AHEAD: a block is loaded while the one before it is
-summed.  If programs share a row (PARTS), each takes block `part` for the last, and there are no others.  See logits.py
-for boundaries and sums.py and pull.py for the algebra.
+summed.  If programs share a row (PARTS), each has only block `part`, and treats it as the last.  See logits.py for
+boundaries and sums.py and pull.py for the algebra.
 """
 
 import triton
 import triton.language as tl
 
 from headloss.backends.triton.kernels.logits import inner, logits, rim
-from headloss.backends.triton.kernels.packed_bf16 import LEAST, TWO_LEAST, anew, decode, finite, highest, take
+from headloss.backends.triton.kernels.packed_bf16 import LEAST, TWO_LEAST, decode, finite, highest, opaque, take
 from headloss.backends.triton.kernels.pull import slopes
 from headloss.backends.triton.kernels.running_sums import absorb, risen
 from headloss.backends.triton.kernels.sums import id_column
@@ -85,9 +85,9 @@ def within(at, n: tl.constexpr, low, high):
 
 
 @triton.jit
-def hide_ids(held, low, high, ids, F: tl.constexpr):
-    """Mark the vectors that hold an id, in `held`, which is all zeros: per lane a word for every 32 loads, a bit per
-    load.
+def hide_ids(marks, low, high, ids, F: tl.constexpr):
+    """Mark the vectors that contain an id, in `marks`, which is all zeros: a word per lane for every 32 loads, a bit
+    per load.
 
     `ids`: a pointer to the row's ids, which are sorted; how many there are; and the offset from an id to its column.
     """
@@ -97,21 +97,21 @@ def hide_ids(held, low, high, ids, F: tl.constexpr):
     column = id_column(ids, tl.arange(0, IDS))
     here = (column >= low) & (column < high)
     vector = tl.where(here, column, 0).to(tl.int32) // J
-    tl.atomic_or(held + (vector // (32 * L) * L + vector % L), 1 << (vector // L % 32), mask=here, sem="relaxed")
+    tl.atomic_or(marks + (vector // (32 * L) * L + vector % L), 1 << (vector // L % 32), mask=here, sem="relaxed")
 
 
 @triton.jit
-def held_ids(held, word, block, F: tl.constexpr):
+def load_marks(marks, word, block, F: tl.constexpr):
     """The lanes' words (L,) for a block; new ones are loaded after every 32 loads."""
     L: tl.constexpr = F.L
     if block * F.K % 32 == 0:
-        word = tl.load(held + (block * F.K // 32 * L + tl.arange(0, L)), cache_modifier=".cg")
+        word = tl.load(marks + (block * F.K // 32 * L + tl.arange(0, L)), cache_modifier=".cg")
     return word
 
 
 @triton.jit
 def hidden(word, block, n: tl.constexpr, F: tl.constexpr):
-    """Which lanes' vectors of load `n` hold an id, (L, 1), by their words."""
+    """Which lanes' vectors of load `n` contain an id, (L, 1), by their words."""
     return ((word >> (block * F.K % 32 + n)) & 1)[:, None] != 0
 
 
@@ -119,7 +119,7 @@ def hidden(word, block, n: tl.constexpr, F: tl.constexpr):
 def around_ids(raw, low, high, ids, F: tl.constexpr):
     """The columns that share a vector with an id, as stored; which of them are not ids; and where they are.
 
-    A sweep without the ids leaves out their whole vectors: to look for each id's column would cost eight times as much.
+    A sweep without the ids leaves out their whole vectors: finding each id's column would cost eight times as much.
     """
     IDS: tl.constexpr = F.IDS
     J: tl.constexpr = F.J
@@ -140,14 +140,14 @@ def around_ids(raw, low, high, ids, F: tl.constexpr):
 @triton.jit
 def take_in(
     x, at, skew, end, m, best, block, sums, total, centre, c, how, word,
-    MASKED: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+    MASKED: tl.constexpr, UNCUT: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """Add a stored block, from column `at` (L, J) on, to the lanes' partials; with TAIL, without the vectors that hold
-    ids, by the bits of `word` (L,).
+    """Add a stored block, from column `at` (L, J) on, to the lanes' partials; with TAIL, without the vectors that
+    contain ids, by the bits of `word` (L,).
 
-    MASKED: some of its columns may not be in the row.  If no vector is cut (EVEN), those were loaded as -inf.
+    MASKED: some of its columns may not be in the row.  If no vector is cut (UNCUT), those were loaded as -inf.
     """
-    CUT: tl.constexpr = MASKED and (F.SCALED or F.CAPPED or not EVEN)
+    CUT: tl.constexpr = MASKED and (F.SCALED or F.CAPPED or not UNCUT)
     HIDE_WORDS: tl.constexpr = F.TAIL and F.PAIRED and not (F.SCALED or F.CAPPED or F.TOTAL)
     WORDS: tl.constexpr = F.PAIRED and not (F.SCALED or F.CAPPED or CUT or (F.TAIL and not HIDE_WORDS))
     if HIDE_WORDS:  # two columns at once
@@ -185,10 +185,10 @@ def take_in(
 
 @triton.jit
 def search(
-    words, block, holds, top, low, high, go, stop, how, SKEWED: tl.constexpr, EVEN: tl.constexpr,
+    words, block, holds, top, low, high, go, stop, how, SKEWED: tl.constexpr, UNCUT: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, PAIRED: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """For each lane that holds `top`, the first column in its `block` that has it, (L,); for others one beyond all
+    """For each lane that has `top`, the first column in its `block` with that value, (L,); for others one beyond all
     columns.
 
     Every lane of a row pays for every step of this, so it first finds the load, and then the column in that load alone.
@@ -198,20 +198,20 @@ def search(
     J: tl.constexpr = F.J
     BLOCK: tl.constexpr = K * L * J
     W: tl.constexpr = 2 if PAIRED else 1
-    CUT: tl.constexpr = SCALED or CAPPED or not EVEN
+    CUT: tl.constexpr = SCALED or CAPPED or not UNCUT
     WORDS: tl.constexpr = PAIRED and not CUT
     lane, j = tl.arange(0, L), tl.arange(0, J)[None, :]
     at = (block * (BLOCK // W) + lane * (J // W))[:, None] + tl.arange(0, J // W)[None, :]
     load = tl.zeros([L], tl.int32)
     for n in tl.static_range(K - 1, -1, -1):  # backwards, so that the first one stays
         here = at + n * (L * J // W)
-        there = holds[:, None] & (here < stop // W)
+        mask = holds[:, None] & (here < stop // W)
         if SKEWED:
-            there = there & (here >= go // W)
+            mask = mask & (here >= go // W)
         if PAIRED:
-            x = tl.load(words + here, mask=there, other=TWO_LEAST)
+            x = tl.load(words + here, mask=mask, other=TWO_LEAST)
         else:
-            x = tl.load(words + here, mask=there, other=-float("inf"))
+            x = tl.load(words + here, mask=mask, other=-float("inf"))
         if WORDS:
             hit = highest((x,)) == top
         else:
@@ -232,11 +232,11 @@ def search(
 
 
 @triton.jit
-def read(raw, skew, end, part, c, how, held, ids, POLICY: tl.constexpr, F: tl.constexpr):
+def read(raw, skew, end, part, c, how, marks, ids, POLICY: tl.constexpr, F: tl.constexpr):
     """The first sweep: each lane's sums over the row, the blocks that are kept, as stored, the last one first, and the
     results of `around_ids`.
 
-    `how`: scale and cap; `held`, `ids`: see `hide_ids`.
+    `how`: scale and cap; `marks`, `ids`: see `hide_ids`.
     """
     K: tl.constexpr = F.K
     KEEP: tl.constexpr = F.KEEP
@@ -267,17 +267,17 @@ def read(raw, skew, end, part, c, how, held, ids, POLICY: tl.constexpr, F: tl.co
         first, last = part, part
     go = tl.multiple_of(skew // VEC * VEC, VEC)
     stop = tl.multiple_of((end + VEC - 1) // VEC * VEC, VEC)
-    # The last block is partial, so it cannot be part of the loop; loaded now, it has arrived when its turn comes.
+    # The last block is partial, so it is not part of the loop; loaded now, it has arrived by the time it is used.
     # Whole vectors, masked afterwards: a 16-byte vector with one element of the row is safe to read.
     tail = take(words, last * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)
     if AHEAD:
         x = take(words, first * (BLOCK // W) + w, go, stop, True, POLICY, K, PAIRED)  # there may be no such block
     word, left = tl.zeros([L], tl.int32), ()
     if F.TAIL:  # while the first columns are being loaded
-        hide_ids(held, skew, end, ids, F)
+        hide_ids(marks, skew, end, ids, F)
         left = around_ids(raw, skew, end, ids, F)
         tl.debug_barrier()  # every id is marked
-        word = held_ids(held, word, 0, F)
+        word = load_marks(marks, word, 0, F)
     if F.LINE > VEC:
         for _head in range(0, first):
             h = take(words, w, go, stop, True, POLICY, K, PAIRED)
@@ -290,9 +290,9 @@ def read(raw, skew, end, part, c, how, held, ids, POLICY: tl.constexpr, F: tl.co
         else:
             x = take(words, block * (BLOCK // W) + w, 0, 0, False, POLICY, K, PAIRED)
         if F.TAIL:
-            word = held_ids(held, word, block, F)
+            word = load_marks(marks, word, block, F)
         m, best, sums, total = take_in(
-            x, block * BLOCK + j, skew, end, m, best, block, sums, total, centre, c, how, word, False, F.EVEN, F
+            x, block * BLOCK + j, skew, end, m, best, block, sums, total, centre, c, how, word, False, F.UNCUT, F
         )
         if AHEAD:
             x = following
@@ -301,22 +301,22 @@ def read(raw, skew, end, part, c, how, held, ids, POLICY: tl.constexpr, F: tl.co
         block = last - KEEP + n
         x = take(words, block * (BLOCK // W) + w, 0, 0, False, "evict_first", K, PAIRED)
         m, best, sums, total = take_in(
-            x, block * BLOCK + j, skew, end, m, best, block, sums, total, centre, c, how, word, False, F.EVEN, F
+            x, block * BLOCK + j, skew, end, m, best, block, sums, total, centre, c, how, word, False, F.UNCUT, F
         )
         kept = kept + x
     if end > last * BLOCK:
         if F.TAIL:
-            word = held_ids(held, word, last, F)
+            word = load_marks(marks, word, last, F)
         m, best, sums, total = take_in(
-            tail, last * BLOCK + j, skew, end, m, best, last, sums, total, centre, c, how, word, True, F.EVEN, F
+            tail, last * BLOCK + j, skew, end, m, best, last, sums, total, centre, c, how, word, True, F.UNCUT, F
         )
     top = tl.max(m, axis=0)
     column = tl.zeros([L], tl.int32)
     if F.BEST:
-        # a lane that holds the maximum knows in which block it first saw it, and reads that block again
+        # a lane that has the maximum knows in which block it found it first, and reads that block again
         column = search(
             words, best, m == top, top, skew, end, go, stop, how,
-            F.LINE > VEC, F.EVEN, F.SCALED, F.CAPPED, PAIRED, F,
+            F.LINE > VEC, F.UNCUT, F.SCALED, F.CAPPED, PAIRED, F,
         )  # fmt: skip
     return m, top, column - skew, sums, tl.sum(total, axis=0), centre, tail + kept, left
 
@@ -336,10 +336,10 @@ def emit(x, out, at, low, high, origin, c, k, how, MASKED: tl.constexpr, PAIRED:
 
 @triton.jit
 def kept_block(kept, n: tl.constexpr, K: tl.constexpr):
-    """Block `n` of those that were kept, to be decoded anew: decoded, it would take twice the registers."""
+    """Block `n` of those that were kept, to be decoded again: decoded, it would take twice the registers."""
     x = ()
     for i in tl.static_range(K):
-        x = x + (anew(kept[n * K + i]),)
+        x = x + (opaque(kept[n * K + i]),)
     return x
 
 

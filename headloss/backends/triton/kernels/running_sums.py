@@ -3,8 +3,8 @@
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load
 
-A lane measures x of the student and y of the teacher from the maxima that it has seen.  When new maxima move x and y by
-d and d', both 0 or below,
+In a lane, x of the student and y of the teacher are relative to its maxima so far.  When new maxima move x and y by d
+and d', both 0 or below,
 
     S = k S        X = k (X + d S)          Q = k^2 Q                      k = e^d, k' = e^d'
     St = k' St     Y = k' (Y + d' St)       F = k' (F + d (St - D))        D = k' D
@@ -79,7 +79,7 @@ def away(z, new, c, WHOLE: tl.constexpr):
 
 @triton.jit
 def risen(top, m, best, place, BEST: tl.constexpr):
-    """The lanes' maxima (L,), those of a block included, and where they were first seen."""
+    """The lanes' maxima (L,), those of a block included, and where they first occurred."""
     if BEST:
         best = tl.where(top > m, place, best)  # strictly above: a tie keeps the earlier one
     return tl.maximum(m, top), best
@@ -87,21 +87,21 @@ def risen(top, m, best, place, BEST: tl.constexpr):
 
 @triton.jit
 def absorb(
-    z, u, m, mt, new, newt, sums, c, ct, WHOLE: tl.constexpr, TAUGHT: tl.constexpr, F: tl.constexpr
+    z, u, m, mt, new, newt, sums, c, ct, WHOLE: tl.constexpr, TEACHER: tl.constexpr, F: tl.constexpr
 ):  # fmt: skip
     """Add a block z, K x (L, J), to the lanes' sums (L,), whose maxima become `new`; lanes do not wait for each other.
 
-    `sums` has S, X, Q per temperature; TAUGHT: then St, Y, F, D, G, E, with a teacher's block u.  With WHOLE, z and u
+    `sums` has S, X, Q per temperature; TEACHER: then St, Y, F, D, G, E, with a teacher's block u.  With WHOLE, z and u
     are finite if x or y is a factor.
     """
-    EACH: tl.constexpr = 9 if TAUGHT else 3
+    EACH: tl.constexpr = 9 if TEACHER else 3
     more = ()
     for i in tl.static_range(len(c)):
         d = fall(m, new, c[i], WHOLE)
         k = tl.exp2(d)
         S = sums[EACH * i]
         s, x, q = rebase(S, sums[EACH * i + 1], sums[EACH * i + 2], d, k, F.WANT_X[i], F.WANT_Q[i])
-        if TAUGHT:
+        if TEACHER:
             dt = fall(mt, newt, ct[i], WHOLE)
             st, y, f, lost, g, lostt = rebase_teacher(
                 S, sums[9 * i + 3], sums[9 * i + 4], sums[9 * i + 5], sums[9 * i + 6], sums[9 * i + 7], sums[9 * i + 8],
@@ -115,7 +115,7 @@ def absorb(
                 x += tl.sum(e * (t if WHOLE else tl.maximum(t, FLOOR)), axis=1)
             if F.WANT_Q[i]:
                 q += tl.sum(e * e, axis=1)
-            if TAUGHT and F.MET[i]:
+            if TEACHER and F.COMPARED[i]:
                 r = away(u[n], newt, ct[i], WHOLE)
                 w = tl.exp2(r)
                 st += tl.sum(w, axis=1)
@@ -130,7 +130,7 @@ def absorb(
                     g += tl.sum(e * tl.where(fine, r, 0.0), axis=1)
                     lostt += tl.sum(tl.where(fine, 0.0, e), axis=1)
         more = more + (s, x, q)
-        if TAUGHT:
+        if TEACHER:
             more = more + (st, y, f, lost, g, lostt)
     return more
 
@@ -174,7 +174,7 @@ def merge_teacher(m, mt, top, topt, sums, c, ct, WHOLE: tl.constexpr, F: tl.cons
     merged = ()
     for i in tl.static_range(len(c)):
         s, y, f, lost, g, lostt = tl.full([], 1.0, tl.float32), 0.0, 0.0, 0.0, 0.0, 0.0
-        if F.MET[i]:
+        if F.COMPARED[i]:
             d, dt = fall_to(m, top, c[i], WHOLE), fall_to(mt, topt, ct[i], WHOLE)
             St, Y, F_, D, G, E = rebase_teacher(
                 sums[9 * i], sums[9 * i + 3], sums[9 * i + 4], sums[9 * i + 5], sums[9 * i + 6], sums[9 * i + 7],
@@ -201,7 +201,7 @@ def used(sums, F: tl.constexpr):
             found = found + (sums[9 * i + 1],)
         if F.WANT_Q[i]:
             found = found + (sums[9 * i + 2],)
-        if F.MET[i]:
+        if F.COMPARED[i]:
             found = found + (sums[9 * i + 3],)
         if F.WANT_Y[i]:
             found = found + (sums[9 * i + 4],)
@@ -214,7 +214,7 @@ def used(sums, F: tl.constexpr):
 
 @triton.jit
 def placed(found, F: tl.constexpr):
-    """Nine sums per temperature again, 0 in place of those that are not wanted; and what came after them."""
+    """Nine sums per temperature again, 0 for those that are not wanted; and what follows them in `found`."""
     sums = ()
     for i in tl.static_range(len(F.WANT_X)):
         s, found = found[0], found[1:]
@@ -223,7 +223,7 @@ def placed(found, F: tl.constexpr):
             x, found = found[0], found[1:]
         if F.WANT_Q[i]:
             q, found = found[0], found[1:]
-        if F.MET[i]:
+        if F.COMPARED[i]:
             st, found = found[0], found[1:]
         if F.WANT_Y[i]:
             y, found = found[0], found[1:]
@@ -271,7 +271,7 @@ def greater(a, b, a_, b_):
 
 @triton.jit
 def one_lane(m, mt, top, topt, sums, c, ct, F: tl.constexpr):
-    """The wanted sums of all lanes, as one that has seen what all have, relative to the origins of `top` and `topt`."""
+    """The wanted sums of all lanes as those of one lane, relative to the origins of `top` and `topt`."""
     moved = ()
     for i in tl.static_range(len(c)):
         d, dt = fall(m, top, c[i], True), fall(mt, topt, ct[i], True)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Multiplies in place by a number on the device; if that is 1, as in most backward passes, no data is even read."""
+"""Multiplies in place by a number on the device; if that is 1, as in most backward passes, no data is read."""
 
 import triton
 import triton.language as tl

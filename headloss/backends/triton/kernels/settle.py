@@ -3,7 +3,7 @@
 
 Dimension key:  N rows   B rows of a block   G segments and, first of all, the rows without one   F numbers per row
 
-A program owns a segment and walks its rows once for each level of sums (`printer/segments.py`), then once more to write
+A program owns a segment and reads its rows once for each level of sums (`printer/segments.py`), then once more to write
 the results per row.  `sums` (F, N) has the results of a sweep over a chunk, or (W, F, N) those of W ranks that share
 the vocabulary.  `found` (F, N) receives what `visit_kernel` stores there, except the terms' values; `rows` (F, N) what
 the pull reads; `by_segment` (F, G) each term's sum, how many rows count, and the segment's metrics.  All sums run in
@@ -24,7 +24,7 @@ from headloss.backends.triton.kernels.sums import put, rebased, rebased_total
 
 @triton.jit
 def block_of(first, end, target, order, F: tl.constexpr):
-    """The rows of a block, which lanes are inside the group, and which rows count; other lanes repeat its last row."""
+    """The rows of a block, which lanes are in the group, and which rows count; other lanes repeat the last row."""
     B: tl.constexpr = F.B
     lane = first + tl.arange(0, B)
     here = lane < end
@@ -38,8 +38,8 @@ def block_of(first, end, target, order, F: tl.constexpr):
 
 
 @triton.jit
-def kept(x, live):
-    """x, with 0 in rows that do not count, as everywhere; of the same type."""
+def live_only(x, live):
+    """x, but 0 in ignored rows; of the same type."""
     return tl.where(live, x, tl.full([], 0, x.dtype))
 
 
@@ -93,23 +93,22 @@ def plus(xs, ys):
 
 
 @triton.jit
-def merged(sums, T, N, ranks, apart, F: tl.constexpr):
-    """`facts.merge` over the ranks that share a vocabulary, whose sums are `apart` elements apart: one after the other,
-    so that all ranks find the same bits."""
+def merged(sums, T, N, ranks, stride, F: tl.constexpr):
+    """`facts.merge` over ranks that share a vocabulary, one after the other, so that all ranks find the same bits."""
     top = tl.load(sums)
     best = tl.zeros_like(top)
     if F.BEST:
         best = tl.load(sums + F.BEST_SLOT * N)
     if F.RANKS:
         for rank in range(1, ranks):
-            at = sums + rank * apart
+            at = sums + rank * stride
             m = tl.load(at)
             if F.BEST:
                 best = tl.where(m > top, tl.load(at + F.BEST_SLOT * N), best)  # a tie keeps the earlier column
             top = tl.maximum(top, m)
         away, total, S, X, Q = sums_of_rank(sums, top, T, N, F)
         for rank in range(1, ranks):
-            away_, total_, S_, X_, Q_ = sums_of_rank(sums + rank * apart, top, T, N, F)
+            away_, total_, S_, X_, Q_ = sums_of_rank(sums + rank * stride, top, T, N, F)
             away, total = tl.maximum(away, away_), total + total_
             S, X, Q = plus(S, S_), plus(X, X_), plus(Q, Q_)
     else:
@@ -118,53 +117,53 @@ def merged(sums, T, N, ranks, apart, F: tl.constexpr):
 
 
 @triton.jit
-def taught(sums, slot, N, like, F: tl.constexpr):
+def teacher_sums(sums, slot, N, like, F: tl.constexpr):
     """Load the sums of dense teachers, which follow the student's own, in the order of `settle.packed`: maxima,
     argmaxes, the six sums per temperature of the comparison, and each divergence with the sum of its slopes."""
     DIVERGENCES: tl.constexpr = F.DIVERGENCES
-    tops, bests, met, divergences, slopes = (), (), (), (), ()
+    tops, bests, joint, divergences, slopes = (), (), (), (), ()
     for _i in tl.static_range(len(F.TEACHER_BEST)):
         x, slot = field(sums, slot, N, like, True)
         tops = tops + (x,)
     for i in tl.static_range(len(F.TEACHER_BEST)):
         x, slot = field(sums, slot, N, like, F.TEACHER_BEST[i])
         bests = bests + (x.to(tl.int64),)
-    for i in tl.static_range(len(F.MET)):
-        x, slot = field(sums, slot, N, like, F.MET[i])
-        met = met + (x,)
+    for i in tl.static_range(len(F.JOINT)):
+        x, slot = field(sums, slot, N, like, F.JOINT[i])
+        joint = joint + (x,)
     for _i in tl.static_range(DIVERGENCES):
         x, slot = field(sums, slot, N, like, True)
         divergences = divergences + (x,)
         x, slot = field(sums, slot, N, like, True)
         slopes = slopes + (x,)
-    return tops, bests, met, divergences, slopes
+    return tops, bests, joint, divergences, slopes
 
 
 @triton.jit
-def facts_of(sums, column, live, row, N, ranks, apart, columns, given, VALUES: tl.constexpr, F: tl.constexpr):
+def facts_of(sums, column, live, row, N, ranks, stride, columns, given, VALUES: tl.constexpr, F: tl.constexpr):
     """`facts.finish` of a block: facts, the student's maximum and log_sums, and the teachers'."""
     T = ()
     for i in tl.static_range(len(F.PER_ROW)):
         T = T + (temperature(given.temperatures[i], row, F.PER_ROW[i]),)
-    theirs = ()
-    top, away, total, best, S, X, Q = merged(sums + column, T, N, ranks, apart, F)
-    if F.TAUGHT:
-        tops, bests, met, divergences, slopes = taught(sums + column, F.THEIR_SLOT, N, top, F)
-        values, logs, their_logs = VALUES(top, away, total, best, T, S, X, Q, columns, bests, met, divergences)
+    teacher_numbers = ()
+    top, away, total, best, S, X, Q = merged(sums + column, T, N, ranks, stride, F)
+    if F.TEACHERS:
+        tops, bests, joint, divergences, slopes = teacher_sums(sums + column, F.TEACHER_SLOT, N, top, F)
+        values, logs, teacher_logs = VALUES(top, away, total, best, T, S, X, Q, columns, bests, joint, divergences)
         for i in tl.static_range(len(tops)):
-            theirs = theirs + (kept(tl.where(tops[i] > -float("inf"), tops[i], 0.0), live),)
-        for i in tl.static_range(len(their_logs)):
-            theirs = theirs + (kept(their_logs[i], live),)
+            teacher_numbers = teacher_numbers + (live_only(tl.where(tops[i] > -float("inf"), tops[i], 0.0), live),)
+        for i in tl.static_range(len(teacher_logs)):
+            teacher_numbers = teacher_numbers + (live_only(teacher_logs[i], live),)
         for i in tl.static_range(len(slopes)):
-            theirs = theirs + (kept(slopes[i], live),)
+            teacher_numbers = teacher_numbers + (live_only(slopes[i], live),)
     else:
         values, logs = VALUES(top, away, total, best, T, S, X, Q, columns)
     facts, log_sums = (), ()
     for i in tl.static_range(len(values)):
-        facts = facts + (kept(values[i], live),)
+        facts = facts + (live_only(values[i], live),)
     for i in tl.static_range(len(logs)):
-        log_sums = log_sums + (kept(logs[i], live),)
-    return facts, kept(tl.where(top > -float("inf"), top, 0.0), live), log_sums, theirs
+        log_sums = log_sums + (live_only(logs[i], live),)
+    return facts, live_only(tl.where(top > -float("inf"), top, 0.0), live), log_sums, teacher_numbers
 
 
 @triton.jit
@@ -174,7 +173,7 @@ def inputs_of(given, row, group, live, F: tl.constexpr):
         if F.INPUT_ROWS[i] == 2:
             inputs = inputs + (argument(given.inputs[i], tl.maximum(group - 1, 0), 0, 0, 1),)
         elif F.INPUT_ROWS[i] == 1:
-            inputs = inputs + (kept(argument(given.inputs[i], row, 0, 0, 1), live),)
+            inputs = inputs + (live_only(argument(given.inputs[i], row, 0, 0, 1), live),)
         else:
             inputs = inputs + (argument(given.inputs[i], 0, 0, 0, F.INPUT_ROWS[i]),)
     return inputs
@@ -216,29 +215,29 @@ def added(sums, parts, live):
 
 @triton.jit
 def read(
-    first, end, group, count, sums, target, order, given, N, first_row, ranks, apart, columns,
+    first, end, group, count, sums, target, order, given, N, first_row, ranks, stride, columns,
     VALUES: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """Load a block of rows, with everything that the printed function takes of them."""
+    """Load a block of rows, with everything of them that the printed function takes."""
     B: tl.constexpr = F.B
     row, here, live = block_of(first, end, target, order, F)
-    facts, top, log_sums, theirs = facts_of(
-        sums, row - first_row, live, row, N, ranks, apart, columns, given, VALUES, F
+    facts, top, log_sums, teacher_numbers = facts_of(
+        sums, row - first_row, live, row, N, ranks, stride, columns, given, VALUES, F
     )
     inputs = inputs_of(given, row, group, live, F)
     weights, seeds = weights_of(given, row, count, F)
     y = tl.zeros([B], tl.int64)
     if F.TARGET:
-        y = kept(tl.load(target + row).to(tl.int64), live)
-    return row, here, live, facts, top, log_sums, theirs, inputs, weights, seeds, y
+        y = live_only(tl.load(target + row).to(tl.int64), live)
+    return row, here, live, facts, top, log_sums, teacher_numbers, inputs, weights, seeds, y
 
 
 @triton.jit(
-    do_not_specialize=["N", "all_rows", "first_row", "first_group", "groups", "ranks", "apart"],
+    do_not_specialize=["N", "all_rows", "first_row", "first_group", "groups", "ranks", "stride"],
     do_not_specialize_on_alignment=["target", "order", "offsets"],
 )
 def settle_kernel(
-    at, target, order, offsets, given, N, all_rows, first_row, first_group, groups, ranks, apart,
+    at, target, order, offsets, given, N, all_rows, first_row, first_group, groups, ranks, stride,
     FN: tl.constexpr, VALUES: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     B: tl.constexpr = F.B
@@ -249,9 +248,9 @@ def settle_kernel(
         end = tl.minimum(begin + B, first_row + N)
     else:
         begin, end = tl.load(offsets + group), tl.load(offsets + group + 1)
-    step, wide, across, apart = N.to(tl.int64), all_rows.to(tl.int64), groups.to(tl.int64), apart.to(tl.int64)
+    step, wide, across, stride = N.to(tl.int64), all_rows.to(tl.int64), groups.to(tl.int64), stride.to(tl.int64)
     columns = number(given.vocab, 0, False, False).to(tl.float32)
-    known, literals = (), ()
+    earlier, literals = (), ()
     for i in tl.static_range(len(given.numbers)):
         literals = literals + (number(given.numbers[i], 0, False, False).to(tl.float32),)
 
@@ -264,27 +263,27 @@ def settle_kernel(
         count = tl.sum(counted, 0).to(tl.float64)
 
     for walk in tl.static_range(len(F.SUMS)):
-        partial = zeros(len(known), F.SUMS[walk], F)
+        partial = zeros(len(earlier), F.SUMS[walk], F)
         for first in range(begin, end, B):
-            row, here, live, facts, top, log_sums, theirs, inputs, weights, seeds, y = read(
-                first, end, group, count, at.sums, target, order, given, step, first_row, ranks, apart, columns,
+            row, here, live, facts, top, log_sums, teacher_numbers, inputs, weights, seeds, y = read(
+                first, end, group, count, at.sums, target, order, given, step, first_row, ranks, stride, columns,
                 VALUES, F,
             )  # fmt: skip
-            parts = FN(walk, facts, inputs, y, literals, seeds, columns, known, count, inside)
+            parts = FN(walk, facts, inputs, y, literals, seeds, columns, earlier, count, inside)
             partial = added(partial, parts, live)
         for i in tl.static_range(len(partial)):
-            known = known + (tl.sum(partial[i], 0),)
+            earlier = earlier + (tl.sum(partial[i], 0),)
 
     LAST: tl.constexpr = len(F.SUMS)
     totals = ()
     for _i in tl.static_range(len(F.OF_SEGMENTS)):
         totals = totals + (tl.zeros([B], tl.float32),)
     for first in range(begin, end, B):
-        row, here, live, facts, top, log_sums, theirs, inputs, weights, seeds, y = read(
-            first, end, group, count, at.sums, target, order, given, step, first_row, ranks, apart, columns, VALUES, F
+        row, here, live, facts, top, log_sums, teacher_numbers, inputs, weights, seeds, y = read(
+            first, end, group, count, at.sums, target, order, given, step, first_row, ranks, stride, columns, VALUES, F
         )
         values, metrics, by_fact, by_input, pulls, teacher_pulls = FN(
-            LAST, facts, inputs, y, literals, seeds, columns, known, count, inside
+            LAST, facts, inputs, y, literals, seeds, columns, earlier, count, inside
         )
         weighted = ()
         for i in tl.static_range(len(values)):
@@ -292,7 +291,7 @@ def settle_kernel(
         totals = added(totals, weighted, live)
 
         out = put(top, at.found + row, wide, True, here)
-        softmax = log_sums + theirs
+        softmax = log_sums + teacher_numbers
         for i in tl.static_range(len(softmax)):
             out = put(softmax[i], out, wide, True, here)
         for i in tl.static_range(len(F.KINDS)):
@@ -319,7 +318,7 @@ def settle_kernel(
     counts = inside & (count > 0)
     inputs = inputs_of(given, 0, group, counts, F)
     weights, seeds = weights_of(given, 0, count, F)
-    values, metrics = FN(LAST + 1, (), inputs, 0, literals, seeds, columns, known, count, inside)
+    values, metrics = FN(LAST + 1, (), inputs, 0, literals, seeds, columns, earlier, count, inside)
     by_segment = at.by_segment + group
     for i in tl.static_range(len(F.OF_SEGMENTS)):
         if F.OF_SEGMENTS[i]:

@@ -52,19 +52,19 @@ def merge_ids_kernel(
     ids += row * count
     logprobs += row * count
     k = tl.arange(0, IDS)
-    there = k < count
+    is_id = k < count
     live = tl.full([], 1, tl.int1)
     if VALID:
         live = tl.load(valid + row) != 0
-    own = tl.where(live, tl.load(ids + k, mask=there, other=-1), -1)
-    said = tl.load(logprobs + k, mask=there, other=-float("inf")).to(tl.float32)
+    own = tl.where(live, tl.load(ids + k, mask=is_id, other=-1), -1)
+    logprob = tl.load(logprobs + k, mask=is_id, other=-float("inf")).to(tl.float32)
     if CHECK:
         worst = tl.max(tl.where((own < -1) | (own >= vocab), own, -1 << 63), axis=0)
         if worst > -1 << 63:
             tl.store(wrong, worst)
         named = (own >= 0).to(tl.int32)
-        inside = ((said > 0) & (said <= 1)).to(tl.int32) * named
-        many, mass = tl.sum(named, axis=0), tl.sum(tl.where(named > 0, said, 0.0), axis=0)
+        inside = ((logprob > 0) & (logprob <= 1)).to(tl.int32) * named
+        many, mass = tl.sum(named, axis=0), tl.sum(tl.where(named > 0, logprob, 0.0), axis=0)
         if (many > 1) & (tl.sum(inside, axis=0) == many) & (mass <= ONE):
             tl.store(wrong + 1, many.to(tl.int64))
     repeats = tl.zeros([IDS], tl.int1)
@@ -75,7 +75,7 @@ def merge_ids_kernel(
         repeats = repeats | (same & (i < k))
         before += ((other < own) | (same & (i < k))).to(tl.int32)
     if tl.max((repeats & (own >= 0)).to(tl.int32), axis=0) > 0:  # rare: most rows name every id once
-        most = said
+        most = logprob
         for i in range(count):
             most = tl.maximum(most, tl.where(own == tl.load(ids + i), tl.load(logprobs + i), -float("inf")))
         origin = tl.where(most == -float("inf"), 0.0, most)
@@ -83,11 +83,11 @@ def merge_ids_kernel(
         for i in range(count):
             same = own == tl.load(ids + i)
             total += tl.where(same, tl.exp2((tl.load(logprobs + i) - origin) * LOG2E), 0.0)
-        said = origin + tl.log(total)
+        logprob = origin + tl.log(total)
     leads = (own >= 0) & (repeats == 0)
-    tl.store(out_ids + row * count + k, tl.where(leads, own, -1), mask=there)
-    tl.store(out_logprobs + row * count + k, tl.where(leads, said, -float("inf")), mask=there)
-    tl.store(out_sorted + row * count + before, own, mask=there)
+    tl.store(out_ids + row * count + k, tl.where(leads, own, -1), mask=is_id)
+    tl.store(out_logprobs + row * count + k, tl.where(leads, logprob, -float("inf")), mask=is_id)
+    tl.store(out_sorted + row * count + before, own, mask=is_id)
 
 
 @triton.jit(do_not_specialize=["count", "others"])
@@ -106,12 +106,12 @@ def gather_kernel(at, ids, values, out, inside, count, others, IDS: tl.constexpr
     tl.store(inside + row * count + k, found, mask=k < count)
 
 
-@triton.jit(do_not_specialize=["V", "stride", "apart", "start", "count"], do_not_specialize_on_alignment=["out"])
-def store_kernel(out, ids, values, V, stride, apart, start, count, IDS: tl.constexpr):
+@triton.jit(do_not_specialize=["V", "stride", "across", "start", "count"], do_not_specialize_on_alignment=["out"])
+def store_kernel(out, ids, values, V, stride, across, start, count, IDS: tl.constexpr):
     """Store values at the columns of a row that are ids; equal ids hold equal values, other shards' ids are skipped."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, IDS)
     column = tl.load(ids + row * count + k, mask=k < count, other=-1) - start
     here = (column >= 0) & (column < V)
     x = tl.load(values + row * count + k, mask=k < count, other=0.0)
-    tl.store(out + row * stride + column * apart, x.to(out.dtype.element_ty), mask=here)
+    tl.store(out + row * stride + column * across, x.to(out.dtype.element_ty), mask=here)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The facts sweep: each lane keeps a partial of its own, and lanes merge once, at the end.
+"""The facts sweep: each lane keeps a partial, and lanes merge once, at the end.
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   P parts   N rows
 
@@ -32,7 +32,7 @@ def fetch(raw, at, go, stop, MASKED: tl.constexpr, K: tl.constexpr, POLICY: tl.c
 
 @triton.jit
 def higher(z, m, best, block, BEST: tl.constexpr):
-    """The lanes' maxima (L,), those of a block z, K x (L, J), included, and in which load they were first seen."""
+    """The lanes' maxima (L,), those of a block z, K x (L, J), included, and the load in which they first occurred."""
     for n in tl.static_range(len(z)):
         m, best = risen(tl.max(z[n], axis=1), m, best, block * len(z) + n, BEST)
     return m, best
@@ -68,7 +68,7 @@ def without_ids(z, at, block_end, ids, k):
 
 @triton.jit
 def centre_of(raw, skew, low, high, how, F: tl.constexpr):
-    """What a total is measured from: any logit of the row is near enough to keep the digits of a sum."""
+    """What a total is relative to: any logit of the row is near enough to keep the digits of a sum."""
     z = logits(tl.load(raw + tl.maximum(low, skew), mask=low < high, other=0.0), how[0], how[1], F.SCALED, F.CAPPED)
     return tl.where(tl.abs(z) < -LOWEST, z, 0.0)
 
@@ -140,7 +140,7 @@ def column_of(
     m, best, raw, skew, high, scale, cap,
     VEC: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """The lowest column that holds the lanes' maximum: it is in the lowest of the loads in which they saw it."""
+    """The lowest column with the maximum of all lanes: it is in the lowest of the loads in which they found it."""
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
     top = tl.max(m, axis=0)
@@ -274,8 +274,8 @@ def merge_kernel(
     step = N.to(tl.int64) * parts
     if F.TARGET:
         column = tl.load(target + row * target_stride, mask=good, other=-1) - start
-        held = (column >= 0) & (column < V) & good
-        x = tl.load(raw + row * stride + lead + column, mask=held, other=0.0)
+        has_target = (column >= 0) & (column < V) & good
+        x = tl.load(raw + row * stride + lead + column, mask=has_target, other=0.0)
         z = logits(x, how[0], how[1], F.SCALED, F.CAPPED)
     if F.CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -301,7 +301,7 @@ def merge_kernel(
     out = put(top, out, N, True, good)
     if F.TARGET:
         origin = tl.where(top == -float("inf"), 0.0, top)
-        out = put(tl.where(held, z - origin, -float("inf")), out, N, True, good)
+        out = put(tl.where(has_target, z - origin, -float("inf")), out, N, True, good)
     if F.TOTAL:
         out = put(tl.sum(rebased_total(shift, total, count), axis=0), out, N, True, good)
         out = put(tl.sum(count, axis=0), out, N, True, good)

@@ -1,13 +1,13 @@
 # mypy: ignore-errors
 """Kernels that find the K largest columns of a row, in order.
 
-Dimension key:  L lanes   J columns of a lane in each load   B loads of a group   G groups, or more   M room for keys
+Dimension key:  L lanes   J columns of a lane in each load   B loads of a group   G groups, or more   M keys at most
 
 A program reads a row once, and keeps the largest logit of each group, the columns that one lane reads in B loads.  The
 K-th largest of those is not above the K-th largest of the row, and with many more groups than K few other columns lie
 between the two.  So only groups that reach it are read again, and the columns in them that do are stored as keys that
-sort by value and, among equals, by the lower column.  If there are more of those than there is room for, as in a row of
-equal logits, the K-th largest of the row itself is found by bisection, and ties go to the lower columns.
+sort by value and, if equal, by the lower column.  If there are more than M of those, as in a row of equal logits, the
+K-th largest of the row itself is found by bisection, and ties go to the lower columns.
 """
 
 import triton
@@ -102,7 +102,7 @@ def place(hit):
 def top_kernel(raw, found, counts, groups, V, stride, lead, k, how, F: tl.constexpr):
     """For each row, `found` (N, M) receives keys of at least its k largest columns, in any order; `counts`, how many.
 
-    `groups`: (N, G), room for the largest of each group.  `how`: scale and cap.
+    `groups`: (N, G), scratch memory for the largest of each group.  `how`: scale and cap.
     """
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
@@ -158,7 +158,7 @@ def top_kernel(raw, found, counts, groups, V, stride, lead, k, how, F: tl.conste
 
 @triton.jit
 def cut_kernel(raw, found, counts, V, stride, lead, k, how, F: tl.constexpr):
-    """The same for rows with more such columns than there is room for: exactly the k largest."""
+    """The same for rows with more than M such columns: exactly the k largest."""
     L: tl.constexpr = F.L
     J: tl.constexpr = F.J
     M: tl.constexpr = F.M
@@ -176,14 +176,14 @@ def cut_kernel(raw, found, counts, V, stride, lead, k, how, F: tl.constexpr):
             low = tl.where(reached, middle, low)
             high = tl.where(reached, high, middle)
         least = low.to(tl.int32)
-        room = k - above(raw, least + 1, skew, end, how, F)
+        remaining = k - above(raw, least + 1, skew, end, how, F)
         at = tl.arange(0, L)[:, None] * J + tl.arange(0, J)[None, :]
         total = 0
         equals = 0
         for n in range(0, tl.cdiv(end, L * J)):
             key = keys(raw, n * (L * J) + at, skew, end, how, True, F)
             many_equal, before_equal = place(key == least)
-            hit = (key > least) | ((key == least) & (equals + before_equal < room))
+            hit = (key > least) | ((key == least) & (equals + before_equal < remaining))
             equals += many_equal
             many, before = place(hit)
             tl.store(found + total + before, sortable(key, n * (L * J) + at - skew), mask=hit)

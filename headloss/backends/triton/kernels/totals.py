@@ -21,8 +21,8 @@ def totals_kernel(
     begin = found + (FIRST + term).to(tl.int64) * N
     partial = tl.zeros([P, B], tl.float32)
     for at in range(0, N, B):
-        there = (term < T)[:, None] & (at + row < N)[None, :]
-        partial += tl.load(begin[:, None] + (at + row)[None, :], there, 0.0)
+        here = (term < T)[:, None] & (at + row < N)[None, :]
+        partial += tl.load(begin[:, None] + (at + row)[None, :], here, 0.0)
     each = tl.sum(partial, 1)
     weight = tl.zeros([P], tl.float32)
     for i in tl.static_range(T):
@@ -32,7 +32,7 @@ def totals_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])
-def count_kernel(target, ids, numbers, mean, valid, held, N, SEGMENTS: tl.constexpr, B: tl.constexpr):
+def count_kernel(target, ids, numbers, mean, valid, live_ids, N, SEGMENTS: tl.constexpr, B: tl.constexpr):
     """How many targets count, their range, 1 / count, and a mask of those that count.
 
     With segments also: how many of those rows have none, the largest id of all rows, or one below -1, and the ids,
@@ -46,16 +46,16 @@ def count_kernel(target, ids, numbers, mean, valid, held, N, SEGMENTS: tl.conste
     first = tl.full([B], -1, tl.int64)
     last = tl.full([B], -1, tl.int64)
     for at in range(0, N, B):
-        there = at + row < N
-        y = tl.load(target + at + row, there, -100)
+        here = at + row < N
+        y = tl.load(target + at + row, here, -100)
         counts = y != -100
-        tl.store(valid + at + row, counts, there)
+        tl.store(valid + at + row, counts, here)
         count += counts.to(tl.int64)
         low = tl.where(counts, tl.minimum(low, y), low)
         high = tl.where(counts, tl.maximum(high, y), high)
         if SEGMENTS:
-            i = tl.load(ids + at + row, there, -1)
-            tl.store(held + at + row, tl.where(counts, i, -1), there)
+            i = tl.load(ids + at + row, here, -1)
+            tl.store(live_ids + at + row, tl.where(counts, i, -1), here)
             unassigned += (counts & (i < 0)).to(tl.int64)
             first, last = tl.minimum(first, i), tl.maximum(last, i)
     total, least, most = tl.sum(count, 0), tl.min(low, 0), tl.max(high, 0)

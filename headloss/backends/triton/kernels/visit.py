@@ -3,13 +3,13 @@
 
 Dimension key:  K loads in flight   L lanes (threads)   J columns of a lane in each load   F numbers per row   N rows
 
-A program owns a row, or a part of one (meeting.py).  It sweeps the row once for the sums behind the facts, each lane on
-its own (row_loops.py), calls two printed functions, `VALUES` (sums to facts) and `FN` (facts to losses and
-coefficients), and sweeps the row again, backwards, while the end of it is still in the cache, to write the gradient.
-With a dense teacher both rows are swept together (pair_loops.py), and once more for divergences that need both
-softmaxes first.  The ids of a sparse teacher are read first; if the rest of the row is needed by itself (TAIL), the
-sweep covers that alone, and the ids are added at the end; the gradient of the tail is then written to all columns, and
-that of the ids over it.
+A program owns a row, or a part of one (shared_rows.py).  It sweeps the row once for the sums behind the facts, with a
+partial per lane (row_loops.py), calls two printed functions, `VALUES` (sums to facts) and `FN` (facts to losses and
+coefficients), and sweeps the row again, backwards, while its end is still in the cache, to write the gradient.  With a
+dense teacher both rows are swept together (pair_loops.py), and once more for divergences that need both softmaxes
+first.  The ids of a sparse teacher are read first; if the rest of the row is needed by itself (TAIL), the sweep covers
+that alone, and the ids are added at the end; the gradient of the tail is then written to all columns, and that of the
+ids over it.
 
 `found` (F, N) receives the results per row: its maximum and log_sums; for a dense teacher its maximum, its log_sums and
 the sum of each divergence's slopes, for a sparse one the tail's maximum and log_sums; then facts, the terms' values,
@@ -22,7 +22,6 @@ import triton.language as tl
 
 from headloss.backends.triton.kernels.lanes import NOWHERE, column_or_start, origin_of, sweep_pair, sweep_row, with_ids
 from headloss.backends.triton.kernels.logits import LN2, LOG2E, boundary, logits, temperature
-from headloss.backends.triton.kernels.meeting import meet, together
 from headloss.backends.triton.kernels.packed_bf16 import finite
 from headloss.backends.triton.kernels.pair_loops import divergence_pair, write_pair
 from headloss.backends.triton.kernels.printed_arguments import arguments
@@ -30,6 +29,7 @@ from headloss.backends.triton.kernels.pull import slopes
 from headloss.backends.triton.kernels.row_loops import LOWEST, gradient, write, zeros
 from headloss.backends.triton.kernels.row_outputs import AT_IDS, skip_row, store_row
 from headloss.backends.triton.kernels.running_sums import BITS, NATS
+from headloss.backends.triton.kernels.shared_rows import exchange, sum_of_parts
 
 
 @triton.jit(
@@ -55,9 +55,9 @@ def visit_kernel(
         part = (row % F.PARTS).to(tl.int32)
         row = row // F.PARTS
         step = step // F.PARTS
-    held = at.held
+    scratch = at.scratch
     if F.PARTS:
-        held += row * F.TOLD
+        scratch += row * F.EXCHANGED
     begin, skew = boundary(row, stride, lead, F.LINE)
     out_skew = 0
     out = at.out
@@ -77,7 +77,7 @@ def visit_kernel(
 
     if live:
         # load everything else that a row needs before the sweep
-        inputs, weights, seeds, known = arguments(given, row, count, k, F)
+        inputs, weights, seeds, literals = arguments(given, row, count, k, F)
         how = (given.scale, given.cap, given.teacher_scale, given.teacher_cap)
         T, c, ct = (), (), ()
         for i in tl.static_range(len(F.A)):
@@ -89,36 +89,37 @@ def visit_kernel(
         column = (wanted - start).to(tl.int32)
         here = (column >= 0) & (column < V)
         picked = tl.zeros([], at.raw.dtype.element_ty)
-        said = 0.0
-        mine = here
+        picked_t = 0.0
+        has_target = here
         if F.PARTS:
-            mine = here & (column // (F.K * F.L * F.J * F.SPAN) == part)
+            has_target = here & (column // (F.K * F.L * F.J * F.SPAN) == part)
         if F.PICK:
-            picked = tl.load(raw_row + column, mask=mine, other=0.0)
+            picked = tl.load(raw_row + column, mask=has_target, other=0.0)
             if F.DENSE:
-                said = tl.load(at.teacher + (row * teacher_stride + teacher_lead + column), mask=mine, other=0.0)
-        there = tl.full([], 1, tl.int1)
-        named, at_k, raw_k, z_k = there, 0, 0.0, 0.0
+                at_t = row * teacher_stride + teacher_lead + column
+                picked_t = tl.load(at.teacher + at_t, mask=has_target, other=0.0)
+        is_id = tl.full([], 1, tl.int1)
+        is_column, at_k, raw_k, z_k = is_id, 0, 0.0, 0.0
         if IDS:
-            there = k < count
-            id_k = tl.load(at.ids + row * count + k, mask=there, other=-1)
+            is_id = k < count
+            id_k = tl.load(at.ids + row * count + k, mask=is_id, other=-1)
             at_k = (id_k - start).to(tl.int32)
-            named = (id_k >= 0) & (at_k >= 0) & (at_k < V)
-            raw_k = tl.load(raw_row + at_k, mask=named, other=0.0)  # made logits later, so that the sweep need not wait
+            is_column = (id_k >= 0) & (at_k >= 0) & (at_k < V)
+            raw_k = tl.load(raw_row + at_k, mask=is_column, other=0.0)  # made logits later: the sweep need not wait
 
-        topt, bestt, theirs, tail = tl.full([], LOWEST, tl.float32), tl.full([], NOWHERE, tl.int32), (), ()
+        topt, bestt, teacher_sums, tail = tl.full([], LOWEST, tl.float32), tl.full([], NOWHERE, tl.int32), (), ()
         teacher = at.teacher
         if F.DENSE:
             teacher += tl.multiple_of(row * teacher_stride + teacher_lead - skew, TEACHER_VEC)
-            top, best, own, total, topt, bestt, theirs, picked = sweep_pair(
-                at.raw + begin, teacher, skew, skew + V, part, picked, c, ct, how, held, POLICY, F
+            top, best, own, total, topt, bestt, teacher_sums, picked = sweep_pair(
+                at.raw + begin, teacher, skew, skew + V, part, picked, c, ct, how, scratch, POLICY, F
             )
         else:
             ids = (at.sorted_ids + row * count, count, skew.to(tl.int64) - start)
             if F.TAIL:
-                held += row * (tl.cdiv(V + F.LINE, 32 * F.L * F.J) * F.L)
+                scratch += row * (tl.cdiv(V + F.LINE, 32 * F.L * F.J) * F.L)
             top, best, own, total, picked, tail, around = sweep_row(
-                at.raw + begin, skew, skew + V, part, picked, c, how, held, ids, POLICY, F
+                at.raw + begin, skew, skew + V, part, picked, c, how, scratch, ids, POLICY, F
             )
             if F.TAIL:
                 left = tl.where(around[1], logits(around[0], how[0], how[1], F.SCALED, F.CAPPED), -float("inf"))
@@ -131,7 +132,7 @@ def visit_kernel(
                 top = above
 
         if IDS:
-            z_k = tl.where(named, logits(raw_k, how[0], how[1], F.SCALED, F.CAPPED), -float("inf"))
+            z_k = tl.where(is_column, logits(raw_k, how[0], how[1], F.SCALED, F.CAPPED), -float("inf"))
         swept = top
         tails = ()
         tail_most = -float("inf")
@@ -145,38 +146,38 @@ def visit_kernel(
             tail_most = tl.where(swept > LOWEST, swept, -float("inf"))
             if F.BEST:  # equal values among the ids and in the tail: the lowest column
                 best = tl.where(swept == top, best, NOWHERE)
-                best = tl.minimum(best, tl.min(tl.where(named & (z_k == top), at_k, NOWHERE), axis=0))
+                best = tl.minimum(best, tl.min(tl.where(is_column & (z_k == top), at_k, NOWHERE), axis=0))
         origin = origin_of(top)
         most = tl.where(top > LOWEST, top, -float("inf"))
         away = -float("inf")
         if F.PICK:
             away = tl.where(here, logits(picked, how[0], how[1], F.SCALED, F.CAPPED) - origin, -float("inf"))
         total += V.to(tl.float32) * (origin_of(swept) - origin)
-        sums, spreads, squares, sums_t, ys, fs, gs, beyond = (), (), (), (), (), (), (), ()
+        sums, spreads, squares, sums_t, ys, fs, gs, teacher_tails = (), (), (), (), (), (), (), ()
         for i in tl.static_range(len(c)):
             if F.WHOLE:
                 lse = 0.0
-                if F.MET[i]:
+                if F.COMPARED[i]:
                     Tt = temperature(given.teacher_temperatures[i], row, F.TEACHER_PER_ROW[i])
-                    lse = tl.load(given.beyond[i] + row) - tl.div_rn(other, Tt)
-                beyond = beyond + (lse,)
+                    lse = tl.load(given.teacher_tails[i] + row) - tl.div_rn(other, Tt)
+                teacher_tails = teacher_tails + (lse,)
             sums = sums + (own[3 * i],)
             spreads = spreads + (own[3 * i + 1],)
             squares = squares + (own[3 * i + 2],)
             if F.DENSE:
-                sums_t = sums_t + (theirs[6 * i],)
-                ys = ys + (theirs[6 * i + 1],)
-                fs = fs + (theirs[6 * i + 2] + theirs[6 * i + 3] * NATS,)
-                gs = gs + (theirs[6 * i + 4] + theirs[6 * i + 5] * NATS,)
+                sums_t = sums_t + (teacher_sums[6 * i],)
+                ys = ys + (teacher_sums[6 * i + 1],)
+                fs = fs + (teacher_sums[6 * i + 2] + teacher_sums[6 * i + 3] * NATS,)
+                gs = gs + (teacher_sums[6 * i + 4] + teacher_sums[6 * i + 5] * NATS,)
         argmax = column_or_start(best, top, start)
         log_t = ()
         if F.DENSE or IDS:
-            settled, log_sums, log_t = VALUES(
+            values, log_sums, log_t = VALUES(
                 most, away, total, argmax, T, sums, spreads, squares, given.vocab,
-                column_or_start(bestt, topt, start), sums_t, ys, fs, gs, z_k - origin, tail_most, tails, beyond,
+                column_or_start(bestt, topt, start), sums_t, ys, fs, gs, z_k - origin, tail_most, tails, teacher_tails,
             )  # fmt: skip
         else:
-            settled, log_sums = VALUES(most, away, total, argmax, T, sums, spreads, squares, given.vocab)
+            values, log_sums = VALUES(most, away, total, argmax, T, sums, spreads, squares, given.vocab)
 
         # for the second read and for the gradient: p = 2^t / s, with t relative to an integer, so that 2^t needs no
         # further constant; `n_` is log2 s
@@ -187,7 +188,7 @@ def visit_kernel(
             origins = origins + (row_origin,)
             n_ = n_ + (log_s,)
             if F.DENSE:
-                if F.MET[i]:
+                if F.COMPARED[i]:
                     origin_t = tl.floor(topt * ct[i])
                     off_t = tl.fma(topt, ct[i], -origin_t)
                     log_st = log_t[i] * LOG2E + off_t
@@ -214,21 +215,22 @@ def visit_kernel(
                 F,
             )
             if F.PARTS:
-                divergences = together(meet(held + (F.TOLD - DIVERGENCE_SUMS * F.PARTS), part, divergences, F))
+                scratch += F.EXCHANGED - DIVERGENCE_SUMS * F.PARTS
+                divergences = sum_of_parts(exchange(scratch, part, divergences, F))
         facts = ()
         for i in tl.static_range(len(F.KINDS)):
             if F.DIVERGENCE_OF[i] >= 0:
                 facts = facts + (divergences[2 * F.DIVERGENCE_OF[i]],)
             elif F.KINDS[i] == AT_IDS:
-                facts = facts + (tl.where(there, settled[i], 0.0),)  # -inf at an id that names no column
+                facts = facts + (tl.where(is_id, values[i], 0.0),)  # -inf at an id that names no column
             else:
-                facts = facts + (settled[i],)
+                facts = facts + (values[i],)
 
         if F.GRADIENT:
             if F.DENSE or IDS:
-                results = FN(facts, inputs, wanted, known, seeds, given.vocab, there, named)
+                results = FN(facts, inputs, wanted, literals, seeds, given.vocab, is_id, is_column)
             else:
-                results = FN(facts, inputs, wanted, known, seeds, given.vocab)
+                results = FN(facts, inputs, wanted, literals, seeds, given.vocab)
             pulls = results[4]
             f = 1.0
             if F.SCALED:
@@ -238,7 +240,7 @@ def visit_kernel(
             at_ids = 0.0
             origin_w, kw, ki, kl = (), (), (), ()
             for q in tl.static_range(len(F.PULLED)):
-                pulled = results[5][4 * len(F.MEETS) + q] * tl.div_rn(f, T[F.PULLED_AT[q]])
+                pulled = results[5][4 * len(F.COMPARED_AT) + q] * tl.div_rn(f, T[F.PULLED_AT[q]])
                 moves = moves | (pulled != 0)
                 kl = kl + (pulled,)
             for i in tl.static_range(len(c)):
@@ -260,25 +262,25 @@ def visit_kernel(
                     at_y = pulls[5 * i + 4] * over
                     moves = moves | (at_y != 0)
                     at_target += at_y
-                if F.DENSE and F.MEET_OF[i] >= 0:
+                if F.DENSE and F.COMPARISON[i] >= 0:
                     teacher_pulls = results[5]
-                    a += teacher_pulls[4 * F.MEET_OF[i]] * over
-                    b += teacher_pulls[4 * F.MEET_OF[i] + 1] * over * LN2
+                    a += teacher_pulls[4 * F.COMPARISON[i]] * over
+                    b += teacher_pulls[4 * F.COMPARISON[i] + 1] * over * LN2
                     log_st = kept[11 * i + 7] * LOG2E
                     if F.TC[i]:
-                        at_q = teacher_pulls[4 * F.MEET_OF[i] + 2] * over * LN2
+                        at_q = teacher_pulls[4 * F.COMPARISON[i] + 2] * over * LN2
                         moves = moves | (at_q != 0)
                     if F.TD[i]:
-                        d = teacher_pulls[4 * F.MEET_OF[i] + 3] * over
+                        d = teacher_pulls[4 * F.COMPARISON[i] + 3] * over
                         moves = moves | (d != 0)
                         d = d * kept[11 * i + 10]
                     a -= at_q * log_st
-                if IDS and F.MEET_OF[i] >= 0:
+                if IDS and F.COMPARISON[i] >= 0:
                     teacher_pulls = results[5]
-                    if F.PULL_IDS[F.MEET_OF[i]]:
-                        at_ids = at_ids + teacher_pulls[2 * F.MEET_OF[i]] * over
-                    if F.PULL_TAIL[F.MEET_OF[i]]:
-                        a_tail = teacher_pulls[2 * F.MEET_OF[i] + 1] * over
+                    if F.PULL_IDS[F.COMPARISON[i]]:
+                        at_ids = at_ids + teacher_pulls[2 * F.COMPARISON[i]] * over
+                    if F.PULL_TAIL[F.COMPARISON[i]]:
+                        a_tail = teacher_pulls[2 * F.COMPARISON[i] + 1] * over
                         moves = moves | (a_tail != 0)
                 if F.A[i]:
                     moves = moves | (a != 0)
@@ -298,7 +300,7 @@ def visit_kernel(
                     if F.B[i]:
                         a = a + b * n - b * apart
                     a = a * r
-                    if IDS and F.MEET_OF[i] >= 0:
+                    if IDS and F.COMPARISON[i] >= 0:
                         a += a_tail * tl.exp2(-(log_t[i] * LOG2E + tl.fma(swept, c[i], -tail_origin)))
                     origin_w = origin_w + (tail_origin,)
                     kw = kw + (a, b * r, e * r * r, const)
@@ -314,38 +316,38 @@ def visit_kernel(
                 raw_out = at.raw + tl.multiple_of(row * stride + lead - out_skew, RAW_VEC)
                 spot = column + out_skew
                 if F.DENSE:
-                    their_out = at.teacher + tl.multiple_of(
+                    teacher_out = at.teacher + tl.multiple_of(
                         row * teacher_stride + teacher_lead - out_skew, OUT_TEACHER_VEC
                     )
                     write_pair(
-                        raw_out, their_out, out, out_skew, out_skew + V, part, kept, kw + kl, given.divergence_numbers,
-                        at_target, (picked, said, mine), spot, how, DIVERGENCE, F,
+                        raw_out, teacher_out, out, out_skew, out_skew + V, part, kept, kw + kl,
+                        given.divergence_numbers, at_target, (picked, picked_t, has_target), spot, how, DIVERGENCE, F,
                     )  # fmt: skip
                 else:
                     write(
                         raw_out, out, out_skew, out_skew + V, part, tail, origin_w, c, kw,
-                        at_target, picked, spot, mine, how, F,
+                        at_target, picked, spot, has_target, how, F,
                     )  # fmt: skip
                 if IDS:
-                    z = tl.where(named, finite(z_k), 0.0)
+                    z = tl.where(is_column, finite(z_k), 0.0)
                     if F.PICK:
                         at_ids += tl.where(at_k == column, at_target, 0.0)
                     g_k = gradient(z, origins, c, ki, how[1], F) + slopes(at_ids, z, how[1], F.CAPPED)
                     tl.debug_barrier()
-                    tl.store(out + (at_k + out_skew), g_k.to(out.dtype.element_ty), mask=named)
+                    tl.store(out + (at_k + out_skew), g_k.to(out.dtype.element_ty), mask=is_column)
             else:
                 zeros(out, out_skew, out_skew + V, part, F.OUT_VEC, F)
 
         # after the sweep, so that nothing in it waits for a metric
         if F.DENSE or IDS:
-            results = FN(facts, inputs, wanted, known, seeds, given.vocab, there, named)
+            results = FN(facts, inputs, wanted, literals, seeds, given.vocab, is_id, is_column)
         else:
-            results = FN(facts, inputs, wanted, known, seeds, given.vocab)
+            results = FN(facts, inputs, wanted, literals, seeds, given.vocab)
         numbers = (origin,) + log_sums
         if F.DENSE or F.TAIL:
             numbers = numbers + (other,)
-            for i in tl.static_range(len(F.MEETS)):
-                numbers = numbers + (log_t[F.MEETS[i]],)
+            for i in tl.static_range(len(F.COMPARED_AT)):
+                numbers = numbers + (log_t[F.COMPARED_AT[i]],)
             for i in tl.static_range(DIVERGENCE_SUMS // 2):
                 numbers = numbers + (divergences[2 * i + 1],)
         rest = ()

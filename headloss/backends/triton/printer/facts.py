@@ -1,13 +1,13 @@
 """Prints the table of facts: values by tracing `facts.finish`, coefficients by tracing `facts.coefficients`.
 
     facts(most, target, total, argmax, T, S, X, Q, vocab)        -> values, log_sums
-    with a teacher, also (teacher_argmax, St, Y, F, G, ids, tail_most, tails, beyond) -> values, log_sums, the teacher's
-    between sweeps, with dense teachers, (teacher_argmax, met, divergences) -> values, log_sums, log_S, log_St of each
+    with a teacher, also (teacher_argmax, St, Y, F, G, ids, tail_most, tails, teacher_tails) -> also its log_sums
+    between sweeps, with dense teachers, (teacher_argmax, joint, divergences) -> values, log_sums, log_S, log_St of each
 
-`beyond`: see `facts.with_whole`; `met`: the six sums per teacher and temperature of its comparison.
+`teacher_tails`: see `facts.with_whole`; `joint`: the six sums per teacher and temperature of its comparison.
 
 Values are in the order of the Want.  A divergence's value comes from the second read: between sweeps it is passed in,
-else 0 stands for it.  No kernel and no other file of this backend knows the formula or the index of a fact.
+elsewhere it is 0 here.  No kernel and no other file of this backend knows the formula or the index of a fact.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headloss.facts import FACTS, PLAIN, VALUED, Fact, Moments, Partial, Want, c
 from headloss.teachers import (
     DensePartial,
     DenseSoftmax,
-    Meeting,
+    JointMoments,
     SparsePartial,
     SparseSoftmax,
     teacher_coefficients,
@@ -40,17 +40,17 @@ NAME = "facts"
 WIDE = ("ids_logprob", "ids_logit")  # one value per id
 SUMS = {  # what the kernels of this backend sum, and what is made of these sums
     "max", "target", "total", "columns", "argmax", "S", "X", "Q", "St", "Y", "F", "G", "ids", "tail_max", "top",
-    "T", "vocab", "log_S", "log_St", "tail_log_sum", "their_at", "their_log_sum", *PLAIN,
+    "T", "vocab", "log_S", "log_St", "tail_log_sum", "teacher_at", "teacher_log_sum", *PLAIN,
 }  # fmt: skip
 OWN = ("most", "target", "total", "argmax", "T", "S", "X", "Q", "vocab")
-THEIRS = ("teacher_argmax", "St", "Y", "F", "G", "ids", "tail_most", "tails", "beyond")
-BETWEEN = ("teacher_argmax", "met", "divergences")
+TEACHER = ("teacher_argmax", "St", "Y", "F", "G", "ids", "tail_most", "tails", "teacher_tails")
+BETWEEN = ("teacher_argmax", "joint", "divergences")
 ROWS = 3
 Texts = list[str | None]
 
 
 class Given(NamedTuple):
-    """An argument of a traced function, and the text that stands for it in the printed one."""
+    """An argument of a traced function, and its text in the printed function."""
 
     text: str
     width: int = 0
@@ -82,26 +82,26 @@ def values_between(want: Want) -> Any:
 @functools.lru_cache(256)
 def _between_source(want: Want) -> str:
     check_sums(want)
-    keys, whole, each = range(len(want.temperatures)), torch.int64, len(Meeting._fields)
-    met = {name: want.temperatures_of(name) for name in want.teachers}
+    keys, whole, each = range(len(want.temperatures)), torch.int64, len(JointMoments._fields)
+    keys_of = {name: want.temperatures_of(name) for name in want.teachers}
     divergences = [f for f in want.facts if f.element is not None]
     names = [f"{x}[{i}]" for x in ("T", "S", "X", "Q") for i in keys]
-    names += [f"met[{i}]" for i in range(each * sum(map(len, met.values())))]
+    names += [f"joint[{i}]" for i in range(each * sum(map(len, keys_of.values())))]
     names += [f"divergences[{i}]" for i in range(len(divergences))]
     given = [Given(x) for x in ("most", "target", "total", *names)]
-    given += [Given(f"teacher_argmax[{i}]", dtype=whole) for i in range(len(met))]
+    given += [Given(f"teacher_argmax[{i}]", dtype=whole) for i in range(len(keys_of))]
     given += [Given("argmax", dtype=whole), Given("vocab", scalar=True)]
 
     def settle(at: Mapping[str, Tensor]) -> list[list[Tensor | None]]:
         moments = tuple(Moments(*(at[f"{x}[{i}]"] for x in Moments._fields)) for i in keys)
-        sums, teachers = iter(x for name, x in at.items() if name.startswith("met[")), []
-        for i, Ts in enumerate(met.values()):
-            meetings = tuple(Meeting(*itertools.islice(sums, each)) for _ in Ts)
-            teachers.append(DensePartial(at["most"], at[f"teacher_argmax[{i}]"], meetings))
+        sums, teachers = iter(x for name, x in at.items() if name.startswith("joint[")), []
+        for i, Ts in enumerate(keys_of.values()):
+            joint = tuple(JointMoments(*itertools.islice(sums, each)) for _ in Ts)
+            teachers.append(DensePartial(at["most"], at[f"teacher_argmax[{i}]"], joint))
         partial = Partial(at["most"], at["argmax"], at["target"], at["total"], None, moments, tuple(teachers))
         facts, softmax = finish(partial, want, [at[f"T[{i}]"] for i in keys], at["vocab"])  # type: ignore[arg-type]
         facts |= {f: at[f"divergences[{i}]"] for i, f in enumerate(divergences)}
-        logs = [x for seen in softmax.teachers for x in (*seen.log_S, *seen.log_St)]  # type: ignore[union-attr]
+        logs = [x for softmax_t in softmax.teachers for x in (*softmax_t.log_S, *softmax_t.log_St)]  # type: ignore[union-attr]
         return [[facts[f] for f in want.facts], [*softmax.log_sums], [*logs]]
 
     return _values_source(settle, given, (*OWN, *BETWEEN))
@@ -113,35 +113,35 @@ def values_source(want: Want, width: int = 0) -> str:
     keys, whole = range(len(want.temperatures)), torch.int64
     many = [
         f"{x}[{i}]"
-        for x in ("T", "S", "X", "Q", *(("St", "Y", "F", "G", "tails", "beyond") if want.teachers else ()))
+        for x in ("T", "S", "X", "Q", *(("St", "Y", "F", "G", "tails", "teacher_tails") if want.teachers else ()))
         for i in keys
     ]
     given = [Given(x) for x in ("most", "target", "total", "tail_most", *many)]
     given += [Given("argmax", dtype=whole), Given("teacher_argmax", dtype=whole), Given("vocab", scalar=True)]
     given += [Given("ids", width=width)] if width else []
-    met = [want.temperatures.index(T) for name in want.teachers for T in want.temperatures_of(name)]
+    compared = [want.temperatures.index(T) for name in want.teachers for T in want.temperatures_of(name)]
 
     def settle(at: Mapping[str, Tensor]) -> list[list[Tensor | None]]:
         moments = tuple(Moments(*(at[f"{x}[{i}]"] for x in Moments._fields)) for i in keys)
         teachers: tuple[Any, ...] = ()
         if width:
             tail = want.sums("tail_max", teacher=want.teachers[0])
-            tails = tuple(at[f"tails[{i}]"] for i in met) if tail else ()
+            tails = tuple(at[f"tails[{i}]"] for i in compared) if tail else ()
             teachers = (SparsePartial(at["ids"], at["tail_most"] if tail else None, tails, None),)
         elif want.teachers:
-            meetings = tuple(Meeting(*(at[f"{x}[{i}]"] for x in Meeting._fields)) for i in met)
-            teachers = (DensePartial(at["most"], at["teacher_argmax"], meetings),)
+            joint = tuple(JointMoments(*(at[f"{x}[{i}]"] for x in JointMoments._fields)) for i in compared)
+            teachers = (DensePartial(at["most"], at["teacher_argmax"], joint),)
         partial = Partial(at["most"], at["argmax"], at["target"], at["total"], None, moments, teachers)
         facts, softmax = finish(partial, want, [at[f"T[{i}]"] for i in keys], at["vocab"])  # type: ignore[arg-type]
-        beyond = {name: [at[f"beyond[{i}]"] for i in met] for name in want.teachers if is_whole(name)}
+        beyond = {name: [at[f"teacher_tails[{i}]"] for i in compared] for name in want.teachers if is_whole(name)}
         facts, softmax = with_whole(want, facts, softmax, beyond)
         found: list[list[Tensor | None]] = [[facts.get(f) for f in want.facts], [*softmax.log_sums]]
-        for seen in softmax.teachers:
-            logs = seen.log_St if isinstance(seen, DenseSoftmax) else seen.tail_log_sums
-            found.append([logs[met.index(i)] if logs and i in met else None for i in keys])
+        for softmax_t in softmax.teachers:
+            logs = softmax_t.log_St if isinstance(softmax_t, DenseSoftmax) else softmax_t.tail_log_sums
+            found.append([logs[compared.index(i)] if logs and i in compared else None for i in keys])
         return found
 
-    return _values_source(settle, given, (*OWN, *(THEIRS if want.teachers else ())), width)
+    return _values_source(settle, given, (*OWN, *(TEACHER if want.teachers else ())), width)
 
 
 def _values_source(settle: Any, given: Sequence[Given], arguments: Sequence[str], width: int = 0) -> str:
@@ -164,13 +164,13 @@ def chain_rule(
     own = {f: Given(printer.line(value(f)), wide(f)) for f in cotangents if f.name in VALUED}
 
     def pulls(at: Mapping[str, Tensor]) -> list[list[Tensor | None]]:
-        grads, facts = ({f: at[x.text] for f, x in known.items()} for known in (given, own))
+        grads, facts = ({f: at[x.text] for f, x in named.items()} for named in (given, own))
         found = [list(k) for k in coefficients(facts, grads, want, at["vocab"])]  # type: ignore[arg-type]
         for name in want.teachers:
             asked = [f for f in want.facts if f.teacher == name]
             divergences = tuple(at["vocab"] for f in asked if f.element is not None)  # which are read elsewhere
-            seen: Any = SparseSoftmax(None, ()) if width else DenseSoftmax(at["vocab"], (), (), divergences)
-            more: Any = teacher_coefficients(seen, want.temperatures_of(name), asked, facts, grads)
+            softmax_t: Any = SparseSoftmax(None, ()) if width else DenseSoftmax(at["vocab"], (), (), divergences)
+            more: Any = teacher_coefficients(softmax_t, want.temperatures_of(name), asked, facts, grads)
             found += [list(k if width else k[:4]) for k in more]
         return found
 
@@ -196,9 +196,9 @@ def _printed(
     outputs: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     needed = reach(outputs)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    known = {
+    arguments = {
         n: Value(printer.line(x.text), kind_of(x.dtype)) for n, x in zip(placeholders, named.values()) if n in needed
     }
-    values = printer.graph(graph, known, outputs)
+    values = printer.graph(graph, arguments, outputs)
     texts = iter([values[n].text for n in outputs])
     return [[next(texts) if x else None for x in group] for group in present]

@@ -2,8 +2,8 @@
 
 A rule has a template for each kind of number that PyTorch computes the operation in, over the operation's own argument
 names.  `{self:p}` is the argument in that kind, `:f` as a float of its width, `:i` as an int64, `:b` as a bool, `:F` as
-a float tensor even where it is a number.  What is not stated here is not printed: an operation without a rule, a kind
-without a template, or an argument that the caller gave and the template does not read.
+a float tensor even where it is a number.  Nothing else is printed: no operation without a rule, no kind without a
+template, no argument that the caller gave and the template does not read.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from headloss.backends.triton.printer.operands import (
     name_of,
 )
 
-Arguments = Mapping[str, Any]  # Operand, or whatever else the operation was called with
+Arguments = Mapping[str, Any]  # an Operand, or another argument of the operation
 Template = str | Callable[[Arguments], str]
 
 
 class Rule(NamedTuple):
     result: str  # "b" flags, "f" floats, "p" the kind that it is computed in
-    forms: Mapping[str, Template]  # by kind
+    templates: Mapping[str, Template]  # by kind
     only: Mapping[str, Any] = {}  # arguments with the only value that is printed
     unread: tuple[str, ...] = ()  # arguments that change nothing
 
@@ -59,24 +59,24 @@ def written(name: str, arguments: Arguments, given: Collection[str], dtype: torc
         if type(found) is not type(value) or found != value:
             raise Unprintable(f"{name} with {key}={found}")
     operands = {k: x for k, x in arguments.items() if isinstance(x, Operand)}
-    meeting = [x for k, x in operands.items() if _promotes(name, k, x)]
-    work = promoted(meeting)
+    promoting = [x for k, x in operands.items() if _promotes(name, k, x)]
+    work = promoted(promoting)
     if rule.result == "f":
         if not dtype.is_floating_point:
             raise Unprintable(f"{name} in {name_of(dtype)}")
         work = work if work.is_floating_point else dtype
-    if ("reduction" in rule.only or name.endswith("_backward")) and any(x.dtype != work for x in meeting):
+    if ("reduction" in rule.only or name.endswith("_backward")) and any(x.dtype != work for x in promoting):
         raise Unprintable(f"{name} of several dtypes")
-    _check_narrow(name, work, [*meeting, *(x for k, x in operands.items() if k == "alpha")])
+    _check_narrow(name, work, [*promoting, *(x for k, x in operands.items() if k == "alpha")])
     common = kind_of(work)
-    if common not in rule.forms:
+    if common not in rule.templates:
         raise Unprintable(f"{name} in {name_of(work)}")
     for x in operands.values():
         x.common = common
-    form, seen = rule.forms[common], _Read(arguments)
-    text = form.format_map(seen) if isinstance(form, str) else form(seen)
+    template, read = rule.templates[common], _Read(arguments)
+    text = template.format_map(read) if isinstance(template, str) else template(read)
     for key in given:
-        if key not in seen.read and key not in rule.only and key not in rule.unread:
+        if key not in read.read and key not in rule.only and key not in rule.unread:
             raise Unprintable(f"{name} with {key}")
     return text, common if rule.result == "p" else kind_of(work) if rule.result == "f" else "b"
 
@@ -181,12 +181,12 @@ def _pow(powers: Mapping[float, str], kind: str) -> Template:
 
 def _clamp(low: str, high: str) -> Template:
     def text(a: Arguments) -> str:
-        held = "{self:p}"
+        clamped = "{self:p}"
         if low in a and a[low] is not None:
-            held = f"highest({held}, {{{low}:p}})"
+            clamped = f"highest({clamped}, {{{low}:p}})"
         if high in a and a[high] is not None:
-            held = f"lowest({held}, {{{high}:p}})"
-        return held.format_map(a)
+            clamped = f"lowest({clamped}, {{{high}:p}})"
+        return clamped.format_map(a)
 
     return text
 
@@ -360,14 +360,14 @@ FILLS: dict[str, str | float] = {  # which argument fills a new tensor, or the n
     "full": "fill_value", "full_like": "fill_value", "new_full": "fill_value", "scalar_tensor": "s",
     "zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1,
 }  # fmt: skip
-# Along the ids of a row, (R, K): `there` says which of a padded block of ids are ids.
+# Along the ids of a row, (R, K): `is_id` says which of a padded block of ids are ids.
 ALONG: dict[str, str] = {
-    "sum": "sum_along({x}, there)",
-    "logsumexp": "logsumexp_along({x}, there)",
-    "_log_softmax": "log_softmax_along({x}, there)",
-    "_softmax": "softmax_along({x}, there)",
-    "_log_softmax_backward_data": "log_softmax_backward_along({x}, {y}, there)",
-    "_softmax_backward_data": "softmax_backward_along({x}, {y}, there)",
+    "sum": "sum_along({x}, is_id)",
+    "logsumexp": "logsumexp_along({x}, is_id)",
+    "_log_softmax": "log_softmax_along({x}, is_id)",
+    "_softmax": "softmax_along({x}, is_id)",
+    "_log_softmax_backward_data": "log_softmax_backward_along({x}, {y}, is_id)",
+    "_softmax_backward_data": "softmax_backward_along({x}, {y}, is_id)",
 }
 RESHAPES = frozenset({"unsqueeze", "squeeze", "expand"})  # between (R,), (R, 1) and (R, K): a block, or what it repeats
 # arguments that these may have: the result's shape and dtype say it all, or they do not change values

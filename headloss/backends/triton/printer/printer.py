@@ -1,4 +1,4 @@
-"""Prints a graph of element-wise operations line by line; no text of a user's ever reaches the source."""
+"""Prints a graph of element-wise operations line by line; no text from a user ever reaches the source."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Printer:
         return Value(self.line(text), kind)
 
     def graph(self, graph: fx.Graph, given: dict[fx.Node, Value], outputs: Iterable[fx.Node]) -> dict[fx.Node, Value]:
-        """Print what these outputs need; `given` has the arguments, and other nodes whose values are known."""
+        """Print what these outputs need; `given` has the arguments, and other nodes that have values already."""
         shown = changed_under_another_name(graph, SAME)
         if shown:
             raise Unprintable(shown)
@@ -83,7 +83,7 @@ class Printer:
         values: dict[fx.Node, Any] = dict(given)
         roots: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
-            if node in values or node not in needed or self.met(node, values):
+            if node in values or node not in needed or self.combines_rows(node, values):
                 continue
             if node.op != "call_function":
                 raise Unprintable({"get_attr": "a captured tensor", "placeholder": "an unknown argument"}[node.op])
@@ -112,18 +112,18 @@ class Printer:
                             values[other] = values[node]
         return {node: values[node] for node in outputs}
 
-    def met(self, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
-        """Print an operation in which rows meet, if this printer knows how: see `segments.py`."""
+    def combines_rows(self, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+        """Print an operation that combines rows, if this printer can; whether it did.  See `segments.py`."""
         return False
 
     def _reshapes(self, name: str, node: fx.Node) -> bool:
         """Whether a reshape leaves rows where they are: (R,) to (R, 1) and back, (R, 1) to (R, K)."""
         if not self.width:
             return False
-        here, there = _sizes(node.args[0]), _sizes(node)
+        before, after = _sizes(node.args[0]), _sizes(node)
         self._fits(name, node)
         moved = name == "expand" or node.args[1:2] in ((1,), (-1,))
-        return moved and here[:1] == there[:1] and (name != "expand" or len(here) == len(there))
+        return moved and before[:1] == after[:1] and (name != "expand" or len(before) == len(after))
 
     def _fits(self, name: str, node: fx.Node) -> None:
         sizes = _sizes(node)
@@ -145,7 +145,7 @@ class Printer:
         if dtype != torch.float32 and (dtype != torch.int64 or name != "sum"):
             raise Unprintable(f"{name} in {name_of(dtype)}")
         if dtype == torch.int64:
-            return self.value(f"tl.sum(tl.where(there, {values[source].to('i')}, 0), axis=0)", "i")
+            return self.value(f"tl.sum(tl.where(is_id, {values[source].to('i')}, 0), axis=0)", "i")
         other = values[node.args[1]].to("f") if place == 2 else ""  # type: ignore[index]
         return self.value(ALONG[name].format(x=values[source].to("f"), y=other), "f")
 
@@ -155,7 +155,7 @@ class Printer:
         dtype = dtype_of(node)
         if dtype not in DTYPES:
             raise Unprintable(f"{name} in {name_of(dtype)}")
-        mine = kind_of(dtype)
+        own = kind_of(dtype)
         arguments = self._bound(node, values, name)
         if name in RULES:
             text, kind = written(name, arguments, _given(node), dtype)
@@ -165,7 +165,7 @@ class Printer:
             filled: Any = arguments.get(fill) if isinstance(fill, str) else Operand.of(fill)
             if not isinstance(filled, Operand) or filled.number is None:
                 raise Unprintable(f"{name} of a size")
-            text, kind = (filled.text, "f") if filled.text else (constant(filled.number, mine), mine)
+            text, kind = (filled.text, "f") if filled.text else (constant(filled.number, own), own)
         elif name in COPIES:
             check_shown(name, _given(node))
             source = arguments["self"]
@@ -174,8 +174,8 @@ class Printer:
                 return self.value(text, kind)
         else:
             raise Unprintable(name)
-        text = cast(f"({text})" if kind != mine and not text.isidentifier() else text, kind, mine)
-        return self.value(narrowed(text, dtype), mine)
+        text = cast(f"({text})" if kind != own and not text.isidentifier() else text, kind, own)
+        return self.value(narrowed(text, dtype), own)
 
     def _bound(self, node: fx.Node, values: dict[fx.Node, Any], name: str) -> dict[str, Any]:
         """The operation's arguments by name, with its defaults."""
@@ -244,13 +244,13 @@ def operation(node: fx.Node) -> tuple[str, bool]:
     return name.strip("_") if name.startswith("__") else name, False
 
 
-def reach(outputs: Sequence[fx.Node], known: Iterable[fx.Node] = ()) -> set[fx.Node]:
-    """The nodes that these outputs need, without going past those that are known."""
+def reach(outputs: Sequence[fx.Node], given: Iterable[fx.Node] = ()) -> set[fx.Node]:
+    """The nodes that these outputs need, without going past those in `given`."""
     needed: set[fx.Node] = set()
-    known, stack = set(known), list(outputs)
+    given, stack = set(given), list(outputs)
     while stack:
         node = stack.pop()
-        if node in needed or node in known:
+        if node in needed or node in given:
             continue
         needed.add(node)
         stack += node.all_input_nodes

@@ -5,10 +5,10 @@ Dimension key:  C rows handed in   T terms
     row(facts, inputs, y, numbers, seeds, vocab) -> values, metrics, cotangents, input cotangents, pull coefficients
 
 The cotangents are summed over the terms and folded into the five coefficients of `facts.Pull`, for each temperature.
-With a teacher it takes `there` and `named` as well, and returns the coefficients of `teachers.DensePull` or
-`SparsePull` too.  Facts at the ids of a sparse teacher are padded blocks: `there` says which elements are ids, and
-`named` which of those name a column.
-The float literals of a loss are passed in, so that another clip range is traced anew but compiles nothing.
+With a teacher it takes `is_id` and `is_column` as well, and returns the coefficients of `teachers.DensePull` or
+`SparsePull` too.  Facts at the ids of a sparse teacher are padded blocks: `is_id` says which elements are ids, and
+`is_column` which of those name a column.
+The float literals of a loss are arguments too, so that another clip range is traced anew but compiles nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from headloss.trace.function_reads import all_our_code
 from headloss.trace.trace_check import SIZES, agrees, drawn
 
 MOST_IDS = 1024  # of a row, in the registers of one program
-ROW, SEGMENT = "row", "segment"  # what a printed function is one of, and how it is called
+ROW, SEGMENT = "row", "segment"  # what a printed function is of, and its name
 
 
 class Program(NamedTuple):
@@ -50,14 +50,14 @@ class Program(NamedTuple):
     metrics: tuple[str, ...]  # of rows: "term/metric" and the objective's own
     cotangents: tuple[Fact, ...]
     input_cotangents: tuple[str, ...]
-    present: tuple[tuple[bool, ...], ...]  # which of a, b, e, c, y there are, per temperature
+    present: tuple[tuple[bool, ...], ...]  # which of a, b, e, c, y are present, per temperature
     left_out: tuple[tuple[str, str], ...]  # metrics that are not printed, and the operation that forbids it
     width: int = 0  # ids that a sparse teacher names
-    # which of a, b, c, d (a dense teacher) or of ids, tail (a sparse one) there are, per temperature of the comparison;
-    # several teachers' one after the other
+    # which of a, b, c, d (a dense teacher) or of ids, tail (a sparse one) are present, for each teacher and temperature
+    # of its comparison
     teacher_pulls: tuple[tuple[bool, ...], ...] = ()
     divergences: tuple[Fact, ...] = ()  # the divergences that pull
-    by_segment: bool = False  # see `segments.py`; the fields below are those of such a program alone
+    by_segment: bool = False  # see `segments.py`; the fields below are only for such a program
     segment_metrics: tuple[str, ...] = ()
     of_segments: tuple[bool, ...] = ()  # per term, whether its values belong to segments
     input_kinds: tuple[str, ...] = ()  # per input: "row", "segment" or "scalar"
@@ -136,7 +136,7 @@ class Page:
     def new_printer(self) -> Printer:
         return Printer(self.width)
 
-    def meeting(self, rest: Sequence[fx.Node], trace: Any) -> dict[fx.Node, Any]:
+    def segment_arguments(self, rest: Sequence[fx.Node], trace: Any) -> dict[fx.Node, Any]:
         """The arguments of a graph after facts, inputs and targets: the seeds come last."""
         return {rest[-2]: Value(f"seeds[{len(self.values)}]", "f")}
 
@@ -163,7 +163,7 @@ class Page:
         given |= {rest.pop(0): n for n in names}
         if any(s.wants("targets") for s in call.signatures):
             given[rest.pop(0)] = "targets"
-        given |= self.meeting(rest, trace)
+        given |= self.segment_arguments(rest, trace)
         value, grads, metrics = graph.output_node().args[0]
         wanted = [g for g in grads if g is not None]
         self.printer.lifted = _number if trace.floats else None
@@ -176,7 +176,7 @@ class Page:
                 sums: dict[Any, str] = self.by_fact if isinstance(leaf, Fact) else self.by_input
                 text = self.printer.line(found[g].to("f"))
                 if isinstance(leaf, Fact) and leaf.name in WIDE:
-                    text = self.printer.line(f"tl.where(named, {text}, 0.0)")
+                    text = self.printer.line(f"tl.where(is_column, {text}, 0.0)")
                 sums[leaf] = self.printer.line(f"{sums[leaf]} + {text}") if leaf in sums else text
         for key, kind in trace.metrics.items():
             into = self.metrics_of(kind)
@@ -193,15 +193,15 @@ class Page:
             self.left_out[name] = f"reads {', '.join(read.unknown)}" if read.unknown else "segments"
             return
         self.printer.lifted = _number if read.floats else None
-        known: dict[str, Any] = {p.name: "targets" if p.kind == "targets" else p.fact or p.key for p in parameters}
-        given_shapes = [self.shapes[x] for x in known.values() if isinstance(x, str) and x in self.shapes]
+        asked: dict[str, Any] = {p.name: "targets" if p.kind == "targets" else p.fact or p.key for p in parameters}
+        given_shapes = [self.shapes[x] for x in asked.values() if isinstance(x, str) and x in self.shapes]
         taken = {d for shape in given_shapes for d in shape.rest} | {self.width}
         choices = unlike(taken)
         names: list[str] = []
         sizes = choices[:1]
 
         def values(*arguments: Tensor) -> tuple[Tensor, ...]:
-            found = call.fn(**dict(zip(known, arguments, strict=True)), **call.options)
+            found = call.fn(**dict(zip(asked, arguments, strict=True)), **call.options)
             check_metrics(name, found if isinstance(found, Mapping) else {name: found})
             found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
             names.extend(found)
@@ -212,40 +212,40 @@ class Page:
         def examples(choice: int, device: str) -> list[Tensor]:
             names.clear()
             sizes[:] = [choices[choice]]
-            return [self._example(x, choices[choice]) for x in known.values()]
+            return [self._example(x, choices[choice]) for x in asked.values()]
 
         try:
             with torch.no_grad(), unwatched():
                 module = trace_any_size(values, examples, "cpu", all_our_code(call.fn))
-        except Exception as error:  # whatever a function raises under a tracer
+        except Exception as error:  # a function may raise anything under a tracer
             self.left_out[name] = f"{type(error).__name__}: {error}"[:120]
             return
         if counts_rows(module):
             self.left_out[name] = "its Python code looks at the number of rows"
             return
-        if not all_our_code(call.fn) and not self._rehearsed(module, values, list(known.values()), sizes):
+        if not all_our_code(call.fn) and not self._trace_agrees(module, values, list(asked.values()), sizes):
             self.left_out[name] = "its trace does not do what it does itself"
             return
         del names[len(module.graph.output_node().args[0]) :]  # type: ignore[arg-type]
         graph = module.graph
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         given = {
-            n: self._fact(x) if isinstance(x, Fact) else x for n, x in zip(placeholders, known.values(), strict=True)
+            n: self._fact(x) if isinstance(x, Fact) else x for n, x in zip(placeholders, asked.values(), strict=True)
         }
         for key, node in zip(names, graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
             self._metric(key, graph, given, node, self.metrics)
 
-    def _rehearsed(self, module: Any, values: Any, known: Sequence[Any], sizes: list[int]) -> bool:
+    def _trace_agrees(self, module: Any, values: Any, asked: Sequence[Any], sizes: list[int]) -> bool:
         """See `trace_check.agrees`."""
         generator = torch.Generator("cpu").manual_seed(0)
         for R, _ in SIZES:
             sizes[:] = [R]
-            like = [self._example(what, R) for what in known]
+            like = [self._example(what, R) for what in asked]
             try:
                 with torch.no_grad(), unwatched():
                     if not agrees(module, values, [[drawn(x, x.shape, generator) for x in like]]):
                         return False
-            except Exception:  # whatever a function raises for numbers that it does not like
+            except Exception:  # a function may raise anything for numbers that it does not accept
                 return False
         return True
 
@@ -277,9 +277,9 @@ class Page:
 
     def _print(self, graph: fx.Graph, given: Mapping[fx.Node, Any], outputs: Sequence[fx.Node]) -> dict[fx.Node, Value]:
         needed = reach(outputs)
-        known = {n: x if isinstance(x, Value) else self.argument(n, x) for n, x in given.items() if n in needed}
-        known = {n: Value(self.printer.line(x.text), x.kind) for n, x in known.items()}
-        found = self.printer.graph(graph, known, outputs)
+        arguments = {n: x if isinstance(x, Value) else self.argument(n, x) for n, x in given.items() if n in needed}
+        arguments = {n: Value(self.printer.line(x.text), x.kind) for n, x in arguments.items()}
+        found = self.printer.graph(graph, arguments, outputs)
         return {n: self._of_row(n, x) for n, x in found.items()} if self.width == 1 else found
 
     def _of_row(self, node: fx.Node, value: Value) -> Value:
@@ -287,7 +287,7 @@ class Page:
         if node.meta["val"].ndim != 1:
             return value
         kind = "i" if value.kind == "b" else value.kind
-        text = f"tl.sum(tl.where(there, {value.to(kind)}, {constant(0, kind)}), axis=0)"
+        text = f"tl.sum(tl.where(is_id, {value.to(kind)}, {constant(0, kind)}), axis=0)"
         return Value(self.printer.line(f"{text} != 0" if value.kind == "b" else text), value.kind)
 
     def argument(self, node: fx.Node, name: str) -> Value:
@@ -300,9 +300,9 @@ class Page:
             raise Unprintable(
                 f"an input of one value a {shape.kind}" if not shape.rest else "an input of several columns"
             )
-        return self.known_input(node, name)
+        return self.input_value(node, name)
 
-    def known_input(self, node: fx.Node, name: str) -> Value:
+    def input_value(self, node: fx.Node, name: str) -> Value:
         if name not in self.inputs:
             kind = kind_of(dtype_of(node))
             text = f"inputs[{len(self.inputs)}]"
@@ -320,7 +320,7 @@ class Page:
         if self.teacher is None:
             results.pop()
         else:
-            arguments += ["there", "named"]
+            arguments += ["is_id", "is_column"]
         return program._replace(source=function(ROW, arguments, self.printer.lines, nested(results)))
 
     def results(self, values: list[str]) -> tuple[list[list[str]], Program]:

@@ -1,12 +1,12 @@
 """Prints the terms of an objective that combine rows through segments as one function of a segment.
 
-    segment(WALK, facts, inputs, y, numbers, seeds, vocab, known, count, inside)
+    segment(WALK, facts, inputs, y, numbers, seeds, vocab, earlier, count, inside)
 
 A traced segment loss is element-wise over rows and over segments, joined by sums over the rows of a segment and by
 values that a segment spreads to its rows.  A program that owns a segment walks its rows once for each level of sums:
-walk k returns what is to be summed, which may use the sums of the walks before it (`known`); the walk after the last
-sum returns the results per row, as in `program.py`, and one more the results per segment.  Rows are blocks here and
-segments scalars, so they broadcast; rows without a segment (`inside` is False) get 0, as in `Segments.spread`.
+walk k returns what is to be summed, which may use the sums of `earlier` walks; the walk after the last sum returns the
+results per row, as in `program.py`, and one more walk the results per segment.  Rows are blocks here and segments
+scalars, so they broadcast; rows without a segment (`inside` is False) get 0, as in `Segments.spread`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from headloss.derived_teachers import is_whole
 from headloss.facts import Want
 from headloss.teachers import SPARSE
 
-_ARGUMENTS = "WALK: tl.constexpr, facts, inputs, y, numbers, seeds, vocab, known, count, inside"
-_VARIABLE, _SUM = re.compile(r"\bv\d+\b"), re.compile(r"\bknown\[(\d+)\]")
+_ARGUMENTS = "WALK: tl.constexpr, facts, inputs, y, numbers, seeds, vocab, earlier, count, inside"
+_VARIABLE, _SUM = re.compile(r"\bv\d+\b"), re.compile(r"\bearlier\[(\d+)\]")
 
 
 @once
@@ -51,7 +51,7 @@ class _SegmentPrinter(Printer):
         self.number: fx.Node | None = None
         self.summed: dict[str, bool] = {}  # what is summed, and whether in float64
 
-    def met(self, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+    def combines_rows(self, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
         if node is self.ids or node is self.number:
             values[node] = None
         elif node.target is torch.ops.headloss.segment_spread.default:
@@ -67,7 +67,7 @@ class _SegmentPrinter(Printer):
             kind = kind_of(dtype_of(node))
             text = self.line(values[x].to(kind))  # type: ignore[index]
             self.summed.setdefault(text, kind == "d")
-            values[node] = self.value(f"known[{list(self.summed).index(text)}]", kind)
+            values[node] = self.value(f"earlier[{list(self.summed).index(text)}]", kind)
         else:
             return False
         return True
@@ -89,7 +89,7 @@ class _SegmentPage(Page):
     def new_printer(self) -> Printer:
         return _SegmentPrinter()
 
-    def meeting(self, rest: Sequence[fx.Node], trace: Any) -> dict[fx.Node, Any]:
+    def segment_arguments(self, rest: Sequence[fx.Node], trace: Any) -> dict[fx.Node, Any]:
         *segments, row_seed, segment_seed = rest
         by_segment = trace.value == "segment"
         self.of_segments.append(by_segment)
@@ -109,7 +109,7 @@ class _SegmentPage(Page):
             if shape.requires_grad:
                 raise Unprintable("a gradient for one value per segment")
             if not shape.rest:
-                return self.known_input(node, name)
+                return self.input_value(node, name)
         return super().argument(node, name)
 
     def program(self) -> Program:
@@ -141,18 +141,18 @@ class _SegmentPage(Page):
         return walks
 
     def _source(self, results: list[str], walks: list[list[str]]) -> str:
-        order = [x for walk in walks for x in walk]  # in which they become known
+        order = [x for walk in walks for x in walk]  # in which they are summed
         number = [order.index(x) for x in self.printer.summed]
         text = f"@triton.jit\ndef {SEGMENT}({_ARGUMENTS}):\n"
         for i, result in enumerate(results):
             test = "else" if i == len(results) - 1 else f"{'elif' if i else 'if'} WALK == {i}"
             lines = [*_needed(self.printer.lines, result), f"return {result}"]
             text += f"    {test}:\n" + "".join(f"        {line}\n" for line in lines)
-        return _SUM.sub(lambda m: f"known[{number[int(m[1])]}]", text)
+        return _SUM.sub(lambda m: f"earlier[{number[int(m[1])]}]", text)
 
 
 def _needed(lines: Sequence[str], result: str) -> list[str]:
-    """The lines that a result depends on, in their order."""
+    """The lines that a result depends on, in order."""
     wanted, found = set(_VARIABLE.findall(result)), []
     for line in reversed(lines):
         name, text = line.split(" = ", 1)

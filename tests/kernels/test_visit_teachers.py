@@ -1,4 +1,4 @@
-"""One launch beside a teacher against float64, under Triton's interpreter in a process of its own."""
+"""One launch with a teacher against float64, under Triton's interpreter in a process of its own."""
 
 import math
 
@@ -35,10 +35,12 @@ class Batch:
     def __init__(self, n=N, v=V, dtype=torch.float32, k=K, seed=3):
         generator = torch.Generator().manual_seed(seed)
         draw = lambda *size: torch.randn(*size, generator=generator)
-        self.logits, self.said = ((3 * draw(n, v)).to(dtype) for _ in range(2))
-        self.hidden, self.weight, self.told, self.heard = (draw(m, D).to(dtype) for m in (n, v, n, v))
+        self.logits, self.teacher_logits = ((3 * draw(n, v)).to(dtype) for _ in range(2))
+        self.hidden, self.weight, self.teacher_hidden, self.teacher_weight = (
+            draw(m, D).to(dtype) for m in (n, v, n, v)
+        )
         self.targets = torch.randint(0, v, (n,), generator=generator)
-        logq, self.ids = self.said.float().log_softmax(-1).topk(min(k, v), -1)
+        logq, self.ids = self.teacher_logits.float().log_softmax(-1).topk(min(k, v), -1)
         self.logq = logq - 0.3  # some mass is left for the rest
         self.inputs = {"advantage": draw(n), "old_logprob": -3 * torch.rand(n, generator=generator)}
         if n > 4:
@@ -61,11 +63,11 @@ class Batch:
         if kind == "ids":
             return hl.Sparse(self.ids, self.logq.to(torch.promote_types(dtype, torch.float32)))
         if kind == "Linear":
-            return hl.Linear(self.told.to(dtype), self.heard.to(dtype), **more)
-        return hl.Logits(self.said.to(dtype), **more)
+            return hl.Linear(self.teacher_hidden.to(dtype), self.teacher_weight.to(dtype), **more)
+        return hl.Logits(self.teacher_logits.to(dtype), **more)
 
 
-def both(batch, terms, kind="Logits", teacher="Logits", metrics=(), told=None, tolerance=1e-4, **source):
+def both(batch, terms, kind="Logits", teacher="Logits", metrics=(), transform=None, tolerance=1e-4, **source):
     """One launch in float32, and the torch backend in float64."""
     asked = {n for t in terms.values() if getattr(t, "fn", t) is grpo for n in batch.inputs}
     found = []
@@ -73,7 +75,7 @@ def both(batch, terms, kind="Logits", teacher="Logits", metrics=(), told=None, t
         inputs = {n: batch.inputs[n] for n in asked}
         opened, leaves = batch.source(kind, dtype, **source)
         objective = hl.Objective(**terms, metrics=list(metrics), backend=backend)
-        inputs["teacher"] = batch.teacher(teacher, dtype, **(told or {}))
+        inputs["teacher"] = batch.teacher(teacher, dtype, **(transform or {}))
         if backend == "triton":
             plan = objective.explain(opened, batch.targets, **inputs)
             assert plan.launches.startswith("one launch per chunk"), plan.launches
@@ -143,12 +145,12 @@ def test_a_mix(kind, teacher):
 @inside
 @pytest.mark.parametrize("teacher", ["Logits", "ids"])
 def test_transformed_logits(teacher):
-    told = {} if teacher == "ids" else {"scale": 1.3, "softcap": 8.0, "temperature": 0.8}
+    transform = {} if teacher == "ids" else {"scale": 1.3, "softcap": 8.0, "temperature": 0.8}
     T = torch.linspace(0.5, 2.0, N)
-    both(Batch(), mix(), "Logits", teacher, ["entropy"], told, scale=0.7, softcap=5.0, temperature=T)
+    both(Batch(), mix(), "Logits", teacher, ["entropy"], transform, scale=0.7, softcap=5.0, temperature=T)
     if teacher != "ids":
-        told["temperature"] = T.flip(0)
-        both(Batch(), mix(), "Logits", teacher, ["entropy"], told, scale=-0.7)
+        transform["temperature"] = T.flip(0)
+        both(Batch(), mix(), "Logits", teacher, ["entropy"], transform, scale=-0.7)
 
 
 @inside
@@ -167,16 +169,16 @@ def test_any_layout():
     """Rows apart, and starting anywhere: of the student, of the teacher, of both."""
     for i, strides in enumerate([(41, 37), (40, 43), (37, 64)]):
         batch = Batch()
-        for name, stride in zip(("logits", "said"), strides, strict=True):
-            room = torch.zeros(N * stride + 9)
-            view = room[i : i + N * stride].view(N, stride)[:, :V]
+        for name, stride in zip(("logits", "teacher_logits"), strides, strict=True):
+            memory = torch.zeros(N * stride + 9)
+            view = memory[i : i + N * stride].view(N, stride)[:, :V]
             view.copy_(getattr(batch, name))
             setattr(batch, name, view)
         terms = {"kd": forward_kl, "ce": cross_entropy}
         grads = []
         for backend in ("triton", "torch"):
             source = hl.Logits(batch.logits.detach().requires_grad_())
-            out = hl.Objective(**terms, backend=backend)(source, batch.targets, teacher=hl.Logits(batch.said))
+            out = hl.Objective(**terms, backend=backend)(source, batch.targets, teacher=hl.Logits(batch.teacher_logits))
             grads.append(torch.autograd.grad(out.loss, source.logits)[0])
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
 
@@ -184,7 +186,7 @@ def test_any_layout():
 @inside
 def test_a_teacher_with_more_columns():
     batch = Batch()
-    batch.said = torch.cat([batch.said, torch.full((N, 5), 9.0)], 1)
+    batch.teacher_logits = torch.cat([batch.teacher_logits, torch.full((N, 5), 9.0)], 1)
     both(batch, {"kd": forward_kl, "j": jsd})
 
 
@@ -194,7 +196,7 @@ def test_columns_that_are_ruled_out(teacher):
     batch = Batch()
     batch.logits[0, ::2], batch.logits[5, 3:] = -math.inf, -math.inf
     if teacher == "Logits":
-        batch.said[1, ::3], batch.said[5, 30:] = -math.inf, -math.inf
+        batch.teacher_logits[1, ::3], batch.teacher_logits[5, 30:] = -math.inf, -math.inf
     batch.targets[5] = 1
     both(batch, {"kd": tvd, "r": reverse_kl, "f": hl.Term(forward_kl, weight=1e-3)}, "Logits", teacher, ["accuracy"])
 
@@ -207,7 +209,7 @@ def test_offsets_cost_no_digits(offset):
     for teacher in ("Logits", "ids"):
         batch = Batch()
         batch.logits += offset
-        batch.said -= offset
+        batch.teacher_logits -= offset
         batch.logits = batch.logits.to(torch.bfloat16).float()  # so that float64 sees the same
         both(batch, {"kd": reverse_kl, "j": jsd, "ce": cross_entropy}, "Logits", teacher, ["entropy"])
 
@@ -232,7 +234,7 @@ def test_ids_side_by_side_in_a_long_row(monkeypatch):
     """They share vectors, stand at both ends, and beyond what 32 loads of a lane reach."""
     from headloss.backends.triton import visit
 
-    monkeypatch.setattr(visit, "TAUGHT", ((1 << 31, *[visit.Shape(1, 1)] * 3),))
+    monkeypatch.setattr(visit, "WITH_TEACHER", ((1 << 31, *[visit.Shape(1, 1)] * 3),))
     batch = Batch(3, 4500, k=40)
     batch.ids[:, :7] = torch.tensor([0, 1, 3, 4499, 4498, 4096, 4400])
     both(batch, {"kd": forward_kl, "ce": cross_entropy}, "Logits", "ids", ["accuracy", "entropy"])
@@ -247,9 +249,9 @@ def test_what_only_this_test_writes_on_ids():
 
 def flat(ids_logprob, teacher_logprob, teacher_ids, tail_logprob, entropy):
     """The one id of a row as a number of the row, by ways that need no sum, and as a column."""
-    own, said = ids_logprob.squeeze(-1), teacher_logprob.squeeze(1)
+    own, logq = ids_logprob.squeeze(-1), teacher_logprob.squeeze(1)
     held = teacher_ids.squeeze(-1) >= 0
-    gap = torch.where(held, said.exp() * (said - own), 0.0)
+    gap = torch.where(held, logq.exp() * (logq - own), 0.0)
     value = gap + 0.1 * entropy * (ids_logprob - tail_logprob[:, None].clamp(min=-30.0)).squeeze(-1).clamp(min=-40.0)
     return value + 0.2 * ids_logprob.clamp(min=-9.0).sum(-1), {"held": held, "gap": gap, "own": own.clamp(min=-9.0)}
 
@@ -275,8 +277,8 @@ def agreement(argmax, teacher_argmax):
 @inside
 def test_the_likeliest_columns():
     batch = Batch()
-    batch.said[0] = batch.logits[0]
-    batch.said[1] = 0.0  # ties: the first
+    batch.teacher_logits[0] = batch.logits[0]
+    batch.teacher_logits[1] = 0.0  # ties: the first
     batch.logits[1] = 0.0
     both(batch, {"kd": forward_kl}, metrics=[agreement, "accuracy"])
     batch.ids[1] = torch.tensor([3, 0, 9, -1, -1])  # the first of equal columns is an id
@@ -291,18 +293,20 @@ def test_in_place_and_without_a_gradient(teacher):
     batch = Batch()
     terms = {"kd": forward_kl, "j": jsd, "ce": cross_entropy}
     objective = hl.Objective(**terms, metrics=["entropy"], backend="triton")
-    told = batch.teacher(teacher, torch.float32)
+    source_t = batch.teacher(teacher, torch.float32)
     leaf = batch.logits.clone().requires_grad_()
-    out = objective(hl.Logits(leaf), batch.targets, teacher=told)
+    out = objective(hl.Logits(leaf), batch.targets, teacher=source_t)
     (want,) = torch.autograd.grad(out.loss, leaf)
     given = batch.logits.clone().requires_grad_()
     moved = given * 1.0
-    objective(hl.Logits(moved, inplace=True), batch.targets, teacher=told).loss.backward()
+    objective(hl.Logits(moved, inplace=True), batch.targets, teacher=source_t).loss.backward()
     torch.testing.assert_close(given.grad, want, rtol=1e-6, atol=1e-8)
     with torch.no_grad():
-        quiet = objective(hl.Logits(batch.logits), batch.targets, teacher=told)
+        quiet = objective(hl.Logits(batch.logits), batch.targets, teacher=source_t)
     torch.testing.assert_close(quiet.loss, out.loss.detach())
-    assert objective.forward_backward(hl.Logits(batch.logits.clone()), batch.targets, teacher=told).grads is not None
+    assert (
+        objective.forward_backward(hl.Logits(batch.logits.clone()), batch.targets, teacher=source_t).grads is not None
+    )
 
 
 @inside
@@ -313,9 +317,9 @@ def test_facts_and_a_second_backward(teacher):
     for backend in ("triton", "torch"):
         batch = Batch()
         leaf = batch.logits.clone().requires_grad_()
-        told = batch.teacher(teacher, torch.float32)
+        source_t = batch.teacher(teacher, torch.float32)
         objective = hl.Objective(kd=forward_kl, j=hl.Term(jsd, temperature=2.0), ce=cross_entropy, backend=backend)
-        out = objective(hl.Logits(leaf), batch.targets, teacher=told)
+        out = objective(hl.Logits(leaf), batch.targets, teacher=source_t)
         first = torch.autograd.grad(out.loss, leaf, retain_graph=True)[0]
         second = torch.autograd.grad(2 * out.loss, leaf, retain_graph=True)[0]
         torch.testing.assert_close(second, 2 * first, rtol=1e-4, atol=1e-6)
@@ -332,9 +336,9 @@ def test_rows_that_do_not_count():
             batch = Batch()
             batch.targets[:] = -100
             leaf = batch.logits.clone().requires_grad_()
-            told = batch.teacher(teacher, torch.float32)
+            source_t = batch.teacher(teacher, torch.float32)
             objective = hl.Objective(kd=forward_kl, backend="triton")
-            out = objective(hl.Logits(leaf), batch.targets, teacher=told, host_read=host_read)
+            out = objective(hl.Logits(leaf), batch.targets, teacher=source_t, host_read=host_read)
             out.loss.backward()
             assert not leaf.grad.any()
 
@@ -358,8 +362,9 @@ def test_rows_that_do_not_count():
 def test_what_takes_more_launches_says_why(why, terms, teacher, metrics):
     batch = Batch()
     full = batch.teacher("Logits", torch.float32)
-    told = {
-        "narrow": hl.Logits(batch.said[:, :30]), "two": {"a": full, "b": hl.Logits(batch.said.flip(0))},
+    source_t = {
+        "narrow": hl.Logits(batch.teacher_logits[:, :30]),
+        "two": {"a": full, "b": hl.Logits(batch.teacher_logits.flip(0))},
         "ids too": {"a": full, "b": batch.teacher("ids", torch.float32)},
         "ids": batch.teacher("ids", torch.float32),
     }[teacher]  # fmt: skip
@@ -368,8 +373,8 @@ def test_what_takes_more_launches_says_why(why, terms, teacher, metrics):
         leaf = batch.logits.clone().requires_grad_()
         objective = hl.Objective(**terms, metrics=list(metrics), backend=backend)
         if backend == "triton":
-            assert why in objective.explain(hl.Logits(leaf), batch.targets, teacher=told).launches
-        out = objective(hl.Logits(leaf), batch.targets, teacher=told)
+            assert why in objective.explain(hl.Logits(leaf), batch.targets, teacher=source_t).launches
+        out = objective(hl.Logits(leaf), batch.targets, teacher=source_t)
         found.append((out.loss.detach(), torch.autograd.grad(out.loss, leaf)[0]))
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
@@ -395,20 +400,20 @@ def test_metrics_on_ids_that_mix_rows_are_no_part_of_the_program(k):
         found = {}
         for backend in ("triton", "torch"):
             objective = hl.Objective(kd=forward_kl, metrics=[metric], backend=backend)
-            source, told = hl.Logits(batch.logits.clone().requires_grad_()), batch.teacher("ids", torch.float32)
+            source, source_t = hl.Logits(batch.logits.clone().requires_grad_()), batch.teacher("ids", torch.float32)
             if backend == "triton" and printed is not None:
-                plan = objective.explain(source, batch.targets, teacher=told)
+                plan = objective.explain(source, batch.targets, teacher=source_t)
                 assert plan.launches.startswith("one launch per chunk") == printed, plan.launches
-            found[backend] = objective(source, batch.targets, teacher=told).metrics[metric.__name__].value
+            found[backend] = objective(source, batch.targets, teacher=source_t).metrics[metric.__name__].value
         torch.testing.assert_close(found["triton"], found["torch"], rtol=1e-4, atol=1e-5)
 
 
 def test_a_plan_on_meta_tensors_has_the_gradient_at_ids():
     ids = torch.empty(8, 5, dtype=torch.long, device="meta")
-    told = hl.Sparse(ids, torch.empty(8, 5, device="meta"))
+    source_t = hl.Sparse(ids, torch.empty(8, 5, device="meta"))
     source = hl.Logits(torch.empty(8, 64, device="meta"))
     objective = hl.Objective(kd=forward_kl, backend="triton")
-    plan = find(objective, CallArguments(source, torch.empty(8, dtype=torch.long, device="meta"), None, told)).plan
+    plan = find(objective, CallArguments(source, torch.empty(8, dtype=torch.long, device="meta"), None, source_t)).plan
     assert {f.name for f in plan.program.cotangents} == {"ids_logprob", "tail_logprob"}
 
 
@@ -416,9 +421,9 @@ def test_a_plan_on_meta_tensors_has_the_gradient_at_ids():
 def test_a_teacher_that_no_term_looks_at_decides_nothing():
     batch = Batch()
     terms = {"a": hl.Term(forward_kl, teacher="a"), "b": hl.Term(jsd, teacher="b", weight=0.0)}
-    told = {"a": hl.Logits(batch.said), "b": hl.Logits(batch.said[:, :30])}
+    source_t = {"a": hl.Logits(batch.teacher_logits), "b": hl.Logits(batch.teacher_logits[:, :30])}
     objective = hl.Objective(**terms, backend="triton")
-    plan = objective.explain(hl.Logits(batch.logits), batch.targets, teacher=told)
+    plan = objective.explain(hl.Logits(batch.logits), batch.targets, teacher=source_t)
     assert plan.launches.startswith("one launch per chunk")
 
 
@@ -448,10 +453,10 @@ def test_repeated_ids_are_merged_in_one_launch(k):
     logprobs = torch.randn(6, k, generator=generator)
     logprobs[0], logprobs[1, 0] = -math.inf, -math.inf
     valid = torch.tensor([True, True, False, True, True, True])
-    for told in (None, valid):
-        own = ids if told is None else ids.masked_fill(~told[:, None], -1)
+    for mask in (None, valid):
+        own = ids if mask is None else ids.masked_fill(~mask[:, None], -1)
         want_ids, want = plain(own, logprobs)
-        got_ids, got, in_order = merge_repeated(ids, logprobs, told)
+        got_ids, got, in_order = merge_repeated(ids, logprobs, mask)
         assert torch.equal(got_ids, want_ids) and torch.equal(in_order, own.sort(-1).values)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     logprobs[2] = torch.nan  # of an ignored row
@@ -465,13 +470,13 @@ def test_an_id_that_is_no_column_is_told_by_the_launch(wrong):
 
     ids, logprobs = torch.randint(-1, 7, (5, 3)), torch.zeros(5, 3)
     valid = torch.tensor([True, True, False, True, True])
-    told = torch.full((2,), 99)
-    merge_repeated(ids, logprobs, valid, (told, 7))
+    report = torch.full((2,), 99)
+    merge_repeated(ids, logprobs, valid, (report, 7))
     ids[2, 1] = wrong  # of an ignored row
-    merge_repeated(ids, logprobs, valid, (told, 7))
-    assert told.tolist() == [99, 99]
-    merge_repeated(ids, logprobs, None, (told, 7))
-    assert told.tolist() == [wrong, 99]
+    merge_repeated(ids, logprobs, valid, (report, 7))
+    assert report.tolist() == [99, 99]
+    merge_repeated(ids, logprobs, None, (report, 7))
+    assert report.tolist() == [wrong, 99]
 
 
 @inside
@@ -479,12 +484,12 @@ def test_probabilities_are_told_by_the_launch():
     from headloss.backends.triton.teachers import merge_repeated
 
     ids = torch.tensor([[3, 1, 5, -1], [4, -1, -1, -1], [2, 0, 6, 1]])
-    valid, told = torch.tensor([True, True, False]), torch.full((2,), 99)
+    valid, report = torch.tensor([True, True, False]), torch.full((2,), 99)
     logprobs = torch.tensor([[-0.7, 0.2, -3.0, 0.5], [0.5, 0.1, 0.1, 0.1], [0.5, 0.2, 0.2, 0.1]])
-    for said in (logprobs, logprobs.abs() + 0.9):  # logarithms; and weights above 1
-        merge_repeated(ids, said, valid, (told, 7))
-        assert told.tolist() == [99, 99]
-    merge_repeated(ids, logprobs, None, (told, 7))
-    assert told.tolist() == [99, 4]
-    merge_repeated(ids, torch.tensor([[0.6, 0.3, 0.1, 7.0], *logprobs[1:].tolist()]), valid, (told, 7))
-    assert told.tolist() == [99, 3]
+    for values in (logprobs, logprobs.abs() + 0.9):  # logarithms; and weights above 1
+        merge_repeated(ids, values, valid, (report, 7))
+        assert report.tolist() == [99, 99]
+    merge_repeated(ids, logprobs, None, (report, 7))
+    assert report.tolist() == [99, 4]
+    merge_repeated(ids, torch.tensor([[0.6, 0.3, 0.1, 7.0], *logprobs[1:].tolist()]), valid, (report, 7))
+    assert report.tolist() == [99, 3]
