@@ -34,6 +34,7 @@ from headloss.options import parameters_of
 from headloss.teachers import FLOOR
 from headloss.trace.cache_keys import Same
 from headloss.trace.call import guarded
+from headloss.trace.classify import without_hooks
 from headloss.trace.function_reads import Reads, made_of_ours, ours, reads
 from headloss.trace.gradient import reach_of
 from headloss.trace.in_place import Buffer, InPlace, in_place
@@ -135,7 +136,7 @@ class Element:
             with torch.inference_mode(False):
                 return self.value_and_slope(logp.clone(), logq.clone())
         slope = None
-        with torch.enable_grad():
+        with without_hooks(), torch.enable_grad():
             leaf = logp.detach().requires_grad_()
             value = self.value(leaf, logq)
             if value.requires_grad:

@@ -921,7 +921,11 @@ FAULTS = [
     # What surrounds a call, and what is kept
     Fault("trace/classify.py", "stack.enter_context(torch.autograd.set_detect_anomaly(False))", "pass", "anomaly detection around the first call makes a row loss a batch loss", AROUND),
     Fault("trace/classify.py", "stack.enter_context(torch.inference_mode(False))", "pass", "inference mode around the first call leaves a trace without gradient", AROUND),
-    Fault("trace/classify.py", "if torch._C._autograd._saved_tensors_hooks_is_enabled():", "if True:", "hooks that are switched off make a row loss a batch loss", AROUND),
+    Fault("trace/classify.py", "if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:", "if False:", "hooks that are switched off make a row loss a batch loss", AROUND),
+    Fault("engine/loss.py", "with without_hooks(), torch.set_grad_enabled(", "with torch.set_grad_enabled(", "a checkpoint around a call runs its function once more, for the gradient of the losses", AROUND),
+    Fault("divergence.py", "with without_hooks(), torch.enable_grad():", "with torch.enable_grad():", "a checkpoint around a call runs its function once more, for the slope of a divergence", AROUND),
+    Fault("engine/evaluate.py", "if direct and torch.is_inference_mode_enabled():", "if False:", "in inference mode forward_backward gives gradients of 0", AROUND),
+    Fault("graph/spec.py", "exclude & _AUTOCAST), torch.inference_mode(False):", "exclude & _AUTOCAST):", "compiled: in inference mode forward_backward gives gradients of 0", AROUND),
     Fault("trace/classify.py", "stack.enter_context(_without_function_modes())", "pass", "a function mode makes a row loss a batch loss", AROUND),
     Fault("trace/classify.py", "        for mode in reversed(modes):\n            _push_mode(mode)", "        for mode in modes:\n            _push_mode(mode)", "modes come back in another order", AROUND),
     Fault("trace/function_reads.py", "return torch.get_default_dtype(), _device()", "return torch.float32, _device()", "the default dtype of the first call stays in later ones", AROUND),

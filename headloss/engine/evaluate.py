@@ -30,6 +30,9 @@ from headloss.terms import Terms
 
 def evaluate(terms: Terms, arguments: CallArguments, direct: bool) -> Output:
     """`Objective.__call__`, or with `direct` its `forward_backward`."""
+    if direct and torch.is_inference_mode_enabled():  # autograd runs through the losses, and makes no graph there
+        with torch.inference_mode(False), torch.no_grad():
+            return evaluate(terms, arguments, direct)
     check_pending()
     if arguments.support is not None and terms.on_all:
         kept, *whole = calls_of(terms, arguments)

@@ -28,6 +28,7 @@ from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
 from headloss.segments import Segments, group_sum
 from headloss.trace.call import Call, Env, Weighed, check_metrics, evaluate
+from headloss.trace.classify import without_hooks
 from headloss.trace.gradient import Reach, check_constants, check_gradient, leaf, reach_of
 from headloss.trace.signature import Signature
 from headloss.trace.trace import Shape, run_cotangents
@@ -137,7 +138,7 @@ class TermsOnRows:
         ways: dict[str, Reach] = {}
         loss = torch.zeros((), dtype=self.dtype, device=self.device)
         for term in self.terms:
-            with torch.set_grad_enabled(grad or (self.watched and term.trace.reach is None)):
+            with without_hooks(), torch.set_grad_enabled(grad or (self.watched and term.trace.reach is None)):
                 weighed = self.weighed(term, env) if term.reduction == "weighted_mean" else None
                 value, metrics = term.call(env, per_row if term.trace.apart else None, weighed)
             if term.trace.reach is None and (grad or self.watched):

@@ -266,5 +266,5 @@ _AUTOCAST = functools.reduce(
 def recording() -> Iterator[None]:
     """Dispatch as outside an operator, with autograd and tracing on: a loss's cotangents may need either."""
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(include, exclude & _AUTOCAST):
+    with torch._C._ForceDispatchKeyGuard(include, exclude & _AUTOCAST), torch.inference_mode(False):
         yield

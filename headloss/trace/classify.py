@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -38,12 +38,18 @@ def unwatched() -> Iterator[None]:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        stack.enter_context(without_hooks())
         if not all(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
             stack.enter_context(_disable_current_modes())
         stack.enter_context(_without_function_modes())
         yield
+
+
+def without_hooks() -> AbstractContextManager[Any]:
+    """For graphs that a call makes and uses up: a checkpoint's hooks would run all of its function once more."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 @contextlib.contextmanager

@@ -115,6 +115,14 @@ def by_segment(logprob: Tensor, segments: hl.Segments) -> Tensor:
     return -segments.mean(logprob).exp() * logprob
 
 
+def divergent(logp: Tensor, logq: Tensor) -> Tensor:
+    return logp.exp() * (logp - logq).tanh()
+
+
+def batch(logprob: Tensor) -> Tensor:
+    return -logprob * logprob.mean().exp()
+
+
 LOSSES: dict[str, tuple[Any, str]] = {
     "cross_entropy": (cross_entropy, "row"),
     "plain": (plain, "row"),
@@ -240,6 +248,25 @@ def test_a_checkpoint_first() -> None:
     same(call(plain), want)
 
 
+@pytest.mark.parametrize("loss", [plain, batch, divergent])
+def test_a_checkpoint_runs_its_function_twice(loss: Any) -> None:
+    """Once in the forward pass and once in the backward: a gradient made in the forward is none of its business."""
+    objective, calls = hl.Objective(l=loss), []
+    teacher = {"teacher": hl.Logits(torch.randn(6, V))} if loss is divergent else {}
+    x, w, targets = torch.randn(6, D, requires_grad=True), torch.randn(V, D), torch.randint(V, (6,))
+
+    def step(x: Tensor) -> Tensor:
+        calls.append(None)
+        return objective(hl.Linear(x.sin(), w), targets, **teacher).loss
+
+    (want,) = torch.autograd.grad(step(x), x)
+    calls.clear()
+    out = checkpoint(step, x, use_reentrant=False)
+    assert len(calls) == 1
+    torch.testing.assert_close(torch.autograd.grad(out, x), (want,))
+    assert len(calls) == 2
+
+
 def test_fake_tensors_first() -> None:
     forget()
     want = call(makes)
@@ -261,6 +288,25 @@ def test_inference_before_a_compiled_step() -> None:
     with torch.inference_mode():
         step(z.detach().clone())
     torch.testing.assert_close(step(z), want)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("loss", [plain, batch])
+def test_gradients_in_inference_mode(loss: Any, compiled: bool) -> None:
+    """`forward_backward` differentiates the losses with autograd, which records nothing in inference mode."""
+    forget()
+    objective, targets = hl.Objective(l=loss), torch.randint(V, (6,))
+    hidden, weight = torch.randn(6, D), torch.randn(V, D)
+
+    def step(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out = objective.forward_backward(hl.Linear(hidden, weight), targets)
+        return out.loss, out.grads.hidden, out.grads.weight
+
+    want = step(hidden, weight)
+    assert all(x.abs().sum() > 0 for x in want)
+    with torch.inference_mode():
+        found = (torch.compile(step, backend="eager") if compiled else step)(hidden, weight)
+    torch.testing.assert_close(found, want)
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, RecursionError, UserWarning])
