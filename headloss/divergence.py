@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from headloss.kept import keep
+from headloss.bounded_cache import store
 from headloss.options import parameters_of
 from headloss.teachers import FLOOR
 from headloss.trace.cache_keys import Same
@@ -96,7 +96,7 @@ class Element:
             self.check(of_many=first)
         elif found.key not in _CHECKED:
             self.check()
-            keep(_CHECKED, found.key, None, _MOST_KEPT)
+            store(_CHECKED, found.key, None, _MOST_KEPT)
 
     def check(self, of_many: bool = True) -> None:
         """Raise if a column's value depends on other columns: it would change with how rows and vocabulary are split.
@@ -172,7 +172,7 @@ class Element:
         key = self.reads().key, like.dtype
         made = _STEPS.get(key)
         if made is None:
-            made = keep(_STEPS, key, (in_place(functools.partial(self.fn, **self.options), like.dtype),), _MOST_KEPT)
+            made = store(_STEPS, key, (in_place(functools.partial(self.fn, **self.options), like.dtype),), _MOST_KEPT)
         return made[0]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headloss.kept import keep
+from headloss.bounded_cache import store
 
 _NAMES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "None": types.NoneType}
 _LARGEST = sys.float_info.max
@@ -166,7 +166,7 @@ def _size(memory: str) -> int:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", memory)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f'memory: wanted bytes or a size such as "1GiB" or "200MB", got {memory!r}')
-    return keep(_SEEN, memory, int(float(match[1]) * _UNITS[match[2].lower()]), 64)
+    return store(_SEEN, memory, int(float(match[1]) * _UNITS[match[2].lower()]), 64)
 
 
 _SEEN: dict[str, int] = {}

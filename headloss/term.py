@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headloss.bounded_cache import store
 from headloss.derived_teachers import Draft, check_top, whole_of
 from headloss.divergence import TAILS, Element, bucket_loss, is_divergence, sparse_loss, summed, top_loss
 from headloss.facts import FACTS, NEEDS_TARGET, Fact
 from headloss.immutable import Immutable
-from headloss.kept import keep
 from headloss.options import check_option, is_number, parameters_of, shown
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS, check_reduced
 from headloss.routed import Routed, routes_of
@@ -206,7 +206,7 @@ class Term(Immutable):
         if made is None:
             made = self._call(source_temperature, name, sparse, draft, ids, classes, routed)
             if not torch.compiler.is_compiling():  # under which no mapping may change
-                keep(self._calls, key, made, _MOST_CALLS)
+                store(self._calls, key, made, _MOST_CALLS)
         return made
 
     def _call(self, T: float | None, name: str, sparse: bool, draft: bool, ids: str, *how: Any) -> Call:

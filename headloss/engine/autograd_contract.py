@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from headloss.deferred_checks import now_or_later
+from headloss.deferred_checks import check_now_or_later
 
 TWICE = (
     "headloss: tried to differentiate twice (create_graph=True, a Hessian).  The gradient of a call "
@@ -116,7 +116,7 @@ def _refuse_change(found: Tensor, message: str) -> None:
         if int(found):
             raise RuntimeError(message)
 
-    now_or_later(found, found, check, message)
+    check_now_or_later(found, found, check, message)
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

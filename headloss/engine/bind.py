@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import defers
+from headloss.deferred_checks import should_defer
 from headloss.engine.arguments import CallArguments, Chunk
 from headloss.engine.bound_teachers import bind_teachers, restrict_teachers
 from headloss.engine.budget import chunk_rows, row_chunks
@@ -138,7 +138,7 @@ def read_because(plan: Plan, source: Source, segments: Segments | None, chunked:
 
 def reads_now(host_read: bool, device: torch.device, because: str) -> bool:
     """Whether the host reads the targets before the work is queued: if it may, and it must or reading costs no wait."""
-    return host_read and (because != "" or not defers(device)) and may_read(host_read, device)
+    return host_read and (because != "" or not should_defer(device)) and may_read(host_read, device)
 
 
 def rows_of(plan: Plan, arguments: CallArguments, host_read: bool, chunked: str) -> Rows:

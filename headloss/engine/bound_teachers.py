@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import now_or_later
+from headloss.deferred_checks import check_now_or_later
 from headloss.derived_teachers import Draft, Top
 from headloss.engine.heads import Head, LinearHead, open_source
 from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, TopRows
@@ -266,4 +266,4 @@ def check_candidates(ids_NK: Tensor, outside_NK: Tensor, targets: Tensor | None)
             )
 
     first = torch.stack([lost_N.any().long(), lost_N.int().argmax()])
-    now_or_later(first, first[:1], check, "ids: a column that its row's support does not keep")
+    check_now_or_later(first, first[:1], check, "ids: a column that its row's support does not keep")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import alarm, readable, refuse
+from headloss.deferred_checks import alarm, check_zero, readable
 from headloss.derived_teachers import Top
 from headloss.engine.layout import Laid
 from headloss.facts import FACTS, NEEDS_TARGET, PLAIN, Fact, Want
@@ -296,7 +296,7 @@ def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False
         if ids.numel() and float(sparse.logprobs.detach().max()) > 0 and bool(_are_probabilities(sparse)):
             raise ValueError(f"{label}: all {_PROBABILITIES}")
     elif ids.device.type != "meta":
-        refuse(
+        check_zero(
             f"{label}: an id is out of range, or log-probabilities are probabilities",
             (((ids < -1) | (ids >= vocab)).sum(), f"{wanted}, but {{}} are neither"),
             (_are_probabilities(sparse), f"{label}: all {_PROBABILITIES}"),

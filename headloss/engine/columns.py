@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import refuse
+from headloss.deferred_checks import check_zero
 from headloss.derived_teachers import Draft, Top, is_whole, whole_of
 from headloss.engine.arguments import CallArguments
 from headloss.engine.layout import Laid
@@ -113,7 +113,7 @@ def _of_columns(weights: Any, ids: Tensor) -> Any:
     most, there = sorted_ids(ids)[0][-1], len(w)
     wanted = "wanted one weight per token of the whole vocabulary, since the head has vocab_ids up to"
     beyond = torch.where(most >= there, most, 0)
-    refuse("class_weight: fewer weights than tokens", (beyond, f"class_weight: {wanted} {{}}, got {there}"))
+    check_zero("class_weight: fewer weights than tokens", (beyond, f"class_weight: {wanted} {{}}, got {there}"))
     return w[ids.clamp(max=there - 1)] if there else w
 
 

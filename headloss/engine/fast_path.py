@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from headloss.bounded_cache import store
 from headloss.engine.arguments import CallArguments
 from headloss.engine.autograd_contract import refuse_transforms
 from headloss.engine.bind import chunked_because, chunks_of, reads_now, rows_of
@@ -27,7 +28,6 @@ from headloss.engine.one_launch import by_length
 from headloss.engine.plan import Plan
 from headloss.engine.run import names_of
 from headloss.engine.teachers import teacher_label
-from headloss.kept import keep
 from headloss.metrics import dead_rows
 from headloss.prepared import Prepared
 from headloss.record import Grads
@@ -197,8 +197,8 @@ def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
     path = FastPath(
         plan, source, given, taught, y is not None, segments is not None, needs_of(source.tensors, key[0]), found.held
     )
-    _, paths = plans.fast_paths.get(key) or keep(plans.fast_paths, key, (found.form, {}), _MOST)
-    keep(paths, found.read, path, _MOST)
+    _, paths = plans.fast_paths.get(key) or store(plans.fast_paths, key, (found.form, {}), _MOST)
+    store(paths, found.read, path, _MOST)
     return path if not path.linear or path.all_count(found.arguments) else None
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import check_later, defers, readable
+from headloss.deferred_checks import check_later, readable, should_defer
 from headloss.immutable import Immutable
 from headloss.segments import Segments, check_dense, check_device, integers
 from headloss.sources import Source
@@ -325,7 +325,7 @@ def _check_pairs(pairs: Tensor, segments: Segments | None) -> Tensor:
         raise ValueError(f"pairs: wanted (pairs, 2), chosen and rejected, got shape {tuple(pairs.shape)}")
     if segments is not None and readable(pairs) and pairs.numel():
         _check_range(segments.num_segments, torch.stack(pairs.aminmax()))
-    elif segments is not None and pairs.numel() and defers(pairs.device):
+    elif segments is not None and pairs.numel() and should_defer(pairs.device):
         check_later(torch.stack(pairs.aminmax()), functools.partial(_check_range, segments.num_segments))
     return pairs
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.bounded_cache import store
 from headloss.derived_teachers import Top
 from headloss.engine.arguments import CallArguments
 from headloss.engine.autograd_contract import refuse_transforms
@@ -19,7 +20,6 @@ from headloss.engine.checks import call_weights, check_support
 from headloss.engine.layout import PerRow, Reading, count_pairs, lay_out, layout, readings
 from headloss.engine.plan import Calls, Plan, choose_calls, make_plan, plain_source, suited
 from headloss.engine.teachers import name_teachers
-from headloss.kept import keep
 from headloss.prepared import Prepared
 from headloss.routed import Routed, routes_of
 from headloss.segments import Segments, check_dense, check_device
@@ -122,8 +122,8 @@ def find(terms: Terms, arguments: CallArguments) -> FoundPlan:
         plan = make_plan(terms, form.calls, off, source, targets is None, segments, teachers, laid, support is not None)
         if form.read()[0] != read:  # another thread changed it: the plan may be of either, and serves this call
             read = (object(),)
-        found = keep(form.plans, read, (plan, held), _MOST)
-        keep(plans.forms, key, form, _MOST)
+        found = store(form.plans, read, (plan, held), _MOST)
+        store(plans.forms, key, form, _MOST)
     plan = found[0]
     if plan.in_parts is not None:
         plan = suited(plan, source)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headloss.deferred_checks import defers
+from headloss.deferred_checks import should_defer
 from headloss.derived_teachers import Top, check_top
 from headloss.engine.bound_teachers import bind_teachers, restrict_teachers
 from headloss.engine.checks import check_elements, check_support, check_targets_wanted, check_teachers
@@ -64,7 +64,7 @@ def facts_sweep(
         check_elements(chosen)
     chunked = KEPT if kept else why_chunked(source, chosen, engine)
     linear = isinstance(source, Linear) and chunked != "" and not kept
-    reads = host_read and (linear or source.shard is not None or not defers(source.device))
+    reads = host_read and (linear or source.shard is not None or not should_defer(source.device))
     rows = bind_rows(
         source.leading, targets, None, vocab=source.vocab, device=source.device, host_read=reads,
         count=getattr(engine, "count_targets", None),

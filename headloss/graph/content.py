@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from headloss.bounded_cache import store
 from headloss.config import read_config, write_config
-from headloss.kept import keep
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.trace.cache_keys import key_of
@@ -91,4 +91,4 @@ def content_key(of: Terms) -> str:
     if unknown:
         return f"own {next(_count)}"
     key = _KEYS.pop(said, None)  # and last again: the first is the least recently used
-    return keep(_KEYS, said, key or f"own {next(_count)}", _MOST_KEYS)
+    return store(_KEYS, said, key or f"own {next(_count)}", _MOST_KEYS)

@@ -29,7 +29,7 @@ from headloss.engine.layout import LAID, Laid, Reading, choose, fits, readings, 
 from headloss.graph.content import _NUMBERED, Traits, content_key, portable
 from headloss.options import constant
 from headloss.parallel.shard import VocabShard
-from headloss.prepared import TWICE, Prepared
+from headloss.prepared import SEGMENTS_TWICE, Prepared
 from headloss.segments import Segments, integers
 from headloss.sources import Linear, Logits, Sparse, Teacher, check_number, is_symbol
 from headloss.term import check_weight
@@ -169,7 +169,7 @@ def describe(
     needs = tuple(direct or (x.requires_grad and torch.is_grad_enabled()) for x in source.tensors)
     if isinstance(targets, Prepared):
         if segments is not None and segments is not targets.segments:
-            raise ValueError(TWICE)
+            raise ValueError(SEGMENTS_TWICE)
         segments = targets.segments
         found.tensor("numbers", targets.numbers, "whole", 0)
         targets = targets.targets

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from headloss.backends import choose
+from headloss.bounded_cache import store
 from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.bind import bind
 from headloss.engine.lookup import find
@@ -29,7 +30,6 @@ from headloss.engine.run import Result, run
 from headloss.engine.sweeps import Sweep
 from headloss.facts import CONSTANT, Fact
 from headloss.graph.recipe import Call, Recipe
-from headloss.kept import keep
 from headloss.prepared import Prepared, prepare
 from headloss.record import keys_of
 from headloss.rows import may_read
@@ -134,7 +134,7 @@ _MOST = 512
 def form(recipe: Recipe, sizes: Sequence[int] = (), terms: Terms | None = None) -> Form:
     """The form of a call's result."""
     found = _FORMS.get(recipe.text)
-    return found or keep(_FORMS, recipe.text, _form(recipe, terms or recipe.terms_of(sizes)), _MOST)
+    return found or store(_FORMS, recipe.text, _form(recipe, terms or recipe.terms_of(sizes)), _MOST)
 
 
 def _form(recipe: Recipe, terms: Terms | None) -> Form:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import headloss as hl
-from headloss.deferred_checks import refuse
+from headloss.deferred_checks import check_zero
 from headloss.integrations.early_targets import EarlyTargets
 from headloss.integrations.reduction_checks import check_means
 from headloss.module import check_objective, check_source_options, own_forward, own_hook
@@ -135,7 +135,7 @@ def _check_mask(loss_mask: Tensor | None) -> None:
         "loss_mask: {} tokens have a weight other than 0 or 1; pass weights as an input of the objective "
         "(row_weight=...) in output_processor_context"
     )
-    refuse("loss_mask: a weight is neither 0 nor 1", (((loss_mask != 0) & (loss_mask != 1)).sum(), message))
+    check_zero("loss_mask: a weight is neither 0 nor 1", (((loss_mask != 0) & (loss_mask != 1)).sum(), message))
 
 
 def _check_product(layer: Any) -> None:

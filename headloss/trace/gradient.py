@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from headloss.bounded_cache import store
 from headloss.facts import CONSTANT, LOST, Fact
-from headloss.kept import keep
 from headloss.trace.classify import creates
 
 
@@ -158,7 +158,7 @@ def _label(term: Any) -> str:
 def _say_once(key: tuple[Any, Fact | None], message: str) -> None:
     key = (getattr(key[0], "__code__", None) or type(key[0]), key[1])
     if key not in _SAID:
-        keep(_SAID, key, None, _MOST_SAID)
+        store(_SAID, key, None, _MOST_SAID)
         warnings.warn(f"headloss: {message}", stacklevel=2)
 
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from headloss.bounded_cache import store
 from headloss.facts import CONSTANT, Fact
-from headloss.kept import keep
 from headloss.segments import Segments, WrongLengthError
 from headloss.teachers import TOP
 from headloss.trace.call import Call, Env, WritesError, WrongValueError, WrongWeightError, writes_message
@@ -96,7 +96,7 @@ def trace(
         made = _trace(call, apart, inputs, *how)._replace(floats=found.floats)
         if call.reads().key != found.key:  # another thread changed it meanwhile, so the trace may be of either
             return made
-        keep(_TRACES, (found.key, shape), made, _MOST_TRACES)
+        store(_TRACES, (found.key, shape), made, _MOST_TRACES)
     return made
 
 
@@ -111,7 +111,7 @@ def _without_divergence(parameter: Parameter) -> Parameter:
 def _count_trace(call: Call, shape: tuple[Any, ...]) -> None:
     """Warn if a function is traced again and again although only a number of its own can have changed."""
     seen = (getattr(call.fn, "__code__", None), *shape)
-    if keep(_TRACED, seen, _TRACED.get(seen, 0) + 1, _MOST_TRACES) == _TOO_OFTEN:
+    if store(_TRACED, seen, _TRACED.get(seen, 0) + 1, _MOST_TRACES) == _TOO_OFTEN:
         warnings.warn(
             f"headloss: {call.signature.name} has been traced {_TOO_OFTEN} times, which costs time whenever it "
             f"happens: an option, or a number that it captures, keeps changing; make it an input (inputs may be "

@@ -311,7 +311,7 @@ def test_a_divergence_that_comes_to_mix_rows(fn: Any, monkeypatch: pytest.Monkey
 def deferred(monkeypatch: pytest.MonkeyPatch) -> Any:
     deferred_checks._PENDING.clear()
     for name in ("deferred_checks", "rows", "engine.bind", "engine.row_facts", "engine.layout"):
-        monkeypatch.setattr(f"headloss.{name}.defers", lambda device: True)
+        monkeypatch.setattr(f"headloss.{name}.should_defer", lambda device: True)
     yield
     deferred_checks._PENDING.clear()
 

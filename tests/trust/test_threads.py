@@ -6,7 +6,7 @@ import threading
 import torch
 
 import headloss as hl
-from headloss.kept import keep
+from headloss.bounded_cache import store
 from headloss.trace import trace
 from headloss.trace.call import Call, Watched
 from headloss.trace.signature import read_signature
@@ -107,7 +107,7 @@ class Busy(dict):
 
 def test_threads_fill_a_cache_at_once():
     kept = Busy({"a": 0, "b": 1, "c": 2})
-    assert keep(kept, "d", 3, 3) == 3
+    assert store(kept, "d", 3, 3) == 3
     assert dict(kept.items()) == {"b": 1, "c": 2, "d": 3}
-    assert keep(kept, "d", 4, 3) == 4
+    assert store(kept, "d", 4, 3) == 4
     assert list(kept.values()) == [1, 2, 4]

@@ -35,8 +35,8 @@ from headloss.backends.triton.tiles import (
     row_shape,
     rows_of,
 )
+from headloss.bounded_cache import store
 from headloss.facts import Moments, Partial, Pull, Softmax, Want
-from headloss.kept import keep
 
 BATCH_INVARIANT = True
 PROGRAMS = 1024  # enough to fill a GPU, if the number of rows may decide the parts
@@ -94,7 +94,7 @@ def sums_matrix(
     known = _SUMS.get(form)
     if known is None:
         check_dtype(raw_CV)
-        known = keep(_SUMS, form, _sums_launches(*form), MOST_KNOWN)
+        known = store(_SUMS, form, _sums_launches(*form), MOST_KNOWN)
     target = target_C if want.target else None
     places = (raw.x_CV.stride(0), raw.lead, 0 if target is None else target.stride(0), start)
     # all that a compiled kernel depends on, read once: see launch.py
@@ -224,7 +224,7 @@ def pull_rows(
         tuple(there), shape, out_CV.element_size(), out.line, out.vector, raw.vector if together else 1,
         per_row(given), scale != 1.0, softcap is not None, target_C is not None,
     )  # fmt: skip
-    known = _PULLS.get(form) or keep(_PULLS, form, _pull_launch(*form), MOST_KNOWN)
+    known = _PULLS.get(form) or store(_PULLS, form, _pull_launch(*form), MOST_KNOWN)
     aims = known.constants["F"].TARGET
     target = target_C if aims else None
     parts = -(-(V + out.skew) // shape.width)

@@ -34,8 +34,8 @@ from headloss.backends.triton.tiles import (
 )
 from headloss.backends.triton.visit_records import Plan, Visited
 from headloss.backends.triton.visit_records import plan_of as plan_of
+from headloss.bounded_cache import store
 from headloss.facts import Want
-from headloss.kept import keep
 from headloss.teachers import DenseChunk, TeacherChunk
 
 
@@ -230,7 +230,7 @@ def visit(
             theirs.x_CV.stride(0), theirs.lead, program.width,
         )  # fmt: skip
         if layout is not None and raw.x_CV is x and out.x_CV is y and theirs.x_CV is z:
-            keep(plan.layouts, layout, (kernel, places), MOST_KNOWN)
+            store(plan.layouts, layout, (kernel, places), MOST_KNOWN)
         x, y, z = raw.x_CV, out.x_CV, theirs.x_CV
     if noted is not None:
         noted += plan.layouts.get(layout, ())  # another thread may make room at any time

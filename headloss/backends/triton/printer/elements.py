@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headloss.backends.triton.printer import lower
 from headloss.backends.triton.printer.lower import Unprintable as Unprintable
-from headloss.kept import keep
+from headloss.bounded_cache import store
 from headloss.trace.classify import unwatched
 from headloss.trace.dynamic_shapes import trace_these_sizes
 
@@ -30,7 +30,7 @@ def printed(divergences: Divergences, pairs: int) -> tuple[Any, tuple[float, ...
     key = (tuple((i, found.key) for (i, _), found in zip(divergences, read, strict=True)), pairs)
     made = _PRINTED.get(key)
     if made is None:
-        made = keep(_PRINTED, key, _print(divergences, pairs), 256)
+        made = store(_PRINTED, key, _print(divergences, pairs), 256)
     if isinstance(made, Unprintable):
         raise made
     return made

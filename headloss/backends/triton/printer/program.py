@@ -25,8 +25,8 @@ from headloss.backends.triton.printer.facts import WIDE, Texts, chain_rule, valu
 from headloss.backends.triton.printer.lower import compiled, function
 from headloss.backends.triton.printer.operands import Unprintable, constant
 from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of, reach
+from headloss.bounded_cache import store
 from headloss.facts import CONSTANT, Fact, Want
-from headloss.kept import keep
 from headloss.trace.cache_keys import Same
 from headloss.trace.call import check_metrics
 from headloss.trace.classify import counts_rows, size, unwatched
@@ -84,7 +84,7 @@ def once(make: Callable[..., Program]) -> Callable[..., Program]:
         parts = [(name, Same(trace.joint), call.facts, call.input_names) for name, (call, trace) in terms.items()]
         own = [(n, call.reads(), call.signature.parameters) for n, call in metrics]
         key = (make, tuple(parts), want, tuple(sorted(inputs.items())), tuple(own))
-        return _PROGRAMS.get(key) or keep(_PROGRAMS, key, make(terms, want, inputs, metrics), 512)
+        return _PROGRAMS.get(key) or store(_PROGRAMS, key, make(terms, want, inputs, metrics), 512)
 
     return lower
 
