@@ -162,9 +162,7 @@ def check_later(x: Tensor | HostSlots, check: Check) -> None:
     """Run a check on these device numbers once they have reached the host; fake tensors have none, and are skipped."""
     if isinstance(x, FakeTensor):
         return
-    _PENDING.append(
-        (x if isinstance(x, HostSlots) else HostCopy(x), check)
-    )  # first: a kernel may still write to it
+    _PENDING.append((x if isinstance(x, HostSlots) else HostCopy(x), check))  # first: a kernel may still write to it
     if len(_PENDING) > MOST_PENDING:
         _check_oldest()
 

@@ -136,7 +136,7 @@ def call(loss: Any) -> dict[str, Any]:
 
 
 def forget() -> None:
-    for known in (plan._TRACES, plan._TRACED, spec._FORMS):
+    for known in (plan._TRACES, plan._TRACED, spec._SPECS):
         known.clear()
 
 
