@@ -33,8 +33,8 @@ STACKS = {
 }
 INNER = {  # methods that the package itself needs
     "Objective.constants_of", "Objective.is_portable", "Term.call", "Term.content", "Linear.gemm_dtype",
-    "Linear.narrow", "Linear.row_bytes", "Linear.chunk_rows", "Linear.columns", "Logits.columns",
-    "Segments.fitted", "Segments.local_counts", "Segments.counts_here", "Prepared.numbers", "Prepared.known", "Metric.parts",
+    "Linear.narrow", "Linear.row_bytes", "Linear.chunk_rows", "Linear.columns", "Logits.columns", "Segments.fitted",
+    "Segments.local_counts", "Segments.counts_here", "Prepared.numbers", "Prepared.known", "Metric.parts",
 }  # fmt: skip
 HEADER = (
     "# API\n\nMade by `make docs` from the docstrings. `import headloss as hl`; every name below is `hl.name`, and "

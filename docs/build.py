@@ -131,7 +131,7 @@ def families() -> str:
 FOLDERS = {  # from the bottom up
     "losses": "The losses, one small file each: [the table of losses](losses.md)",
     "": "What a user holds, and the algebra",
-    "trace": "What a loss asks for, its graph, and how its rows meet",
+    "trace": "What a loss asks for, its graph, and whether it combines rows",
     "parallel": "Vocabularies on several ranks",
     "backends": "The definition in plain PyTorch",
     "backends/triton": "The Triton backend: what a call launches",

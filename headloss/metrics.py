@@ -30,7 +30,7 @@ from headloss.options import shown
 from headloss.sources import Sparse
 from headloss.term import Term
 from headloss.trace.call import Call
-from headloss.trace.signature import IDS, function_name, passed, read_signature, suggest
+from headloss.trace.signature import CANDIDATES, function_name, passed_teachers, read_signature, suggest
 
 
 def accuracy(argmax: Tensor, targets: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ def retarget(call: Call, source_temperature: float | None, teachers: Mapping[str
     if isinstance(call.fn, Term):
         term = call.fn.call(source_temperature, teachers)
         return term._replace(fn=_first(term.fn))
-    given, ids = passed(teachers), IDS if IDS in teachers else None
+    given, ids = passed_teachers(teachers), CANDIDATES if CANDIDATES in teachers else None
     teacher, fn = given[0] if len(given) == 1 else None, call.fn
     if not (teacher or ids) or not any(p.teacher or (p.fact and p.fact.teacher) for p in call.signature.parameters):
         return call

@@ -34,33 +34,33 @@ from torch import Tensor
 from headloss.segments import Segments
 
 T = TypeVar("T")
-Weighed = tuple[Tensor, dict[str, Tensor]]
+WeightAndMetrics = tuple[Tensor, dict[str, Tensor]]
 LEVELS = ("token", "segment", "segment_mean")
 
 
-def truncate(high: float, low: float = 0.0, *, level: str = "token") -> Callable[..., Weighed]:
+def truncate(high: float, low: float = 0.0, *, level: str = "token") -> Callable[..., WeightAndMetrics]:
     """min(w, high), and at least `low`: truncated importance sampling (Yao et al. 2025)."""
     low, high = _range(low, high)
 
-    def truncated(drift: Tensor, segments: Segments | None) -> Weighed:
+    def truncated(drift: Tensor, segments: Segments | None) -> WeightAndMetrics:
         w = _ratio(drift, segments, level)
         return _reported(w.clamp(low, high), w, low, high, drift)
 
     return _of_drift(truncated, _level(level) != "token")
 
 
-def band(low: float, high: float, *, level: str = "token") -> Callable[..., Weighed]:
+def band(low: float, high: float, *, level: str = "token") -> Callable[..., WeightAndMetrics]:
     """w inside [low, high], 0 outside: masked importance sampling (IcePop, 2025)."""
     low, high = _range(low, high)
 
-    def banded(drift: Tensor, segments: Segments | None) -> Weighed:
+    def banded(drift: Tensor, segments: Segments | None) -> WeightAndMetrics:
         w = _ratio(drift, segments, level)
         return _reported(w * ((w >= low) & (w <= high)).to(w.dtype), w, low, high, drift)
 
     return _of_drift(banded, _level(level) != "token")
 
 
-def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Callable[..., Weighed]:
+def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Callable[..., WeightAndMetrics]:
     """1 for every token of a segment whose w lies in [low, high], 0 for the others: rejection of whole sequences.
 
     With level "token" a segment is dropped as soon as the w of one of its tokens lies outside.
@@ -68,7 +68,7 @@ def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Ca
     low, high = _range(low, high)
     _level(level)
 
-    def kept(drift: Tensor, segments: Segments) -> Weighed:
+    def kept(drift: Tensor, segments: Segments) -> WeightAndMetrics:
         w = _ratio(drift, segments, level)
         out = ((w < low) | (w > high)).to(w.dtype)
         kept = 1 - out if level != "token" else (segments.mean(out) == 0).to(w.dtype)
@@ -79,7 +79,7 @@ def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Ca
 
 def reject(
     high: float, low: float = -math.inf, *, estimator: str = "k1", level: str = "token", reverse: bool = False
-) -> Callable[..., Weighed]:
+) -> Callable[..., WeightAndMetrics]:
     """1 where the estimate of KL(sampler || trainer) lies in [low, high], 0 elsewhere: a hard trust region.
 
     With d = log w, token by token:
@@ -96,7 +96,7 @@ def reject(
     _level(level, (*LEVELS, "segment_max"))
     low, high, sign = float(low), float(high), -1.0 if reverse else 1.0
 
-    def kept(drift: Tensor, segments: Segments) -> Weighed:
+    def kept(drift: Tensor, segments: Segments) -> WeightAndMetrics:
         d = sign * drift
         kl = -d if estimator == "k1" else d * d / 2 if estimator == "k2" else d.expm1() - d
         if level == "segment_max":
@@ -109,7 +109,7 @@ def reject(
     return _of_drift(kept, level != "token")
 
 
-def second_moment(most: float) -> Callable[..., Weighed]:
+def second_moment(most: float) -> Callable[..., WeightAndMetrics]:
     """1 for the tokens of this call with the smallest (log w)^2, as many as keep its mean below `most`, and 0 for the
     others: the second moment of the ratio as a trust region (M2PO, Zheng et al. 2025).  Keeps at least one token.
     """
@@ -117,7 +117,7 @@ def second_moment(most: float) -> Callable[..., Weighed]:
         raise ValueError(f"most: wanted most > 0, got {most}")
     most = float(most)
 
-    def calm(drift: Tensor, segments: None) -> Weighed:
+    def calm(drift: Tensor, segments: None) -> WeightAndMetrics:
         square = drift**2
         if square.numel() == 0:
             return _mask(square == 0, drift)
@@ -142,7 +142,7 @@ def wpo() -> Callable[..., Tensor]:
     return likely_pairs
 
 
-def off_policy_mask(most: float) -> Callable[..., Weighed]:
+def off_policy_mask(most: float) -> Callable[..., WeightAndMetrics]:
     """0 for tokens of negative advantage in segments where mean(sampler_logprob - logprob) > most, else 1: does not
     learn from bad samples that the policy would hardly produce any more (DeepSeek-V3.2, 2025).
 
@@ -159,7 +159,7 @@ def off_policy_mask(most: float) -> Callable[..., Weighed]:
         segments: Segments,
         old_logprob: Tensor | None = None,
         sampler_logprob: Tensor | None = None,
-    ) -> Weighed:
+    ) -> WeightAndMetrics:
         first = sampler_logprob if sampler_logprob is not None else old_logprob
         drift = torch.zeros_like(logprob) if first is None else (first - logprob.detach()).nan_to_num(nan=0.0)
         out = (advantage < 0) & (segments.mean(drift) > most)
@@ -168,14 +168,14 @@ def off_policy_mask(most: float) -> Callable[..., Weighed]:
     return on_policy
 
 
-def top_entropy(fraction: float) -> Callable[..., Weighed]:
+def top_entropy(fraction: float) -> Callable[..., WeightAndMetrics]:
     """1 for the given fraction of this call's tokens with the highest entropy, 0 for the others (Wang et al. 2025)."""
     fraction = float(fraction)
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction: wanted a number in (0, 1], got {fraction}")
 
     @_by_row
-    def high_entropy(entropy: Tensor) -> Weighed:
+    def high_entropy(entropy: Tensor) -> WeightAndMetrics:
         if entropy.numel() == 0:
             return torch.ones_like(entropy), {"cut_fraction": torch.zeros_like(entropy)}
         kept = (entropy >= entropy.detach().quantile(1 - fraction)).to(entropy.dtype)
@@ -184,14 +184,14 @@ def top_entropy(fraction: float) -> Callable[..., Weighed]:
     return high_entropy
 
 
-def likely(low: float, high: float = 1.0) -> Callable[..., Weighed]:
+def likely(low: float, high: float = 1.0) -> Callable[..., WeightAndMetrics]:
     """1 for tokens whose probability lies in [low, high], 0 for the others: fine-tuning that skips what the model would
     hardly say (ProFit, Liu et al. 2026), or with `high` what it says anyway.
     """
     low, high = _range(low, high)
 
     @_by_row
-    def likely_tokens(logprob: Tensor) -> Weighed:
+    def likely_tokens(logprob: Tensor) -> WeightAndMetrics:
         p = logprob.detach().exp()
         out = (p < low) | (p > high)
         return 1 - out.to(p.dtype), {"cut_fraction": out}
@@ -199,7 +199,7 @@ def likely(low: float, high: float = 1.0) -> Callable[..., Weighed]:
     return likely_tokens
 
 
-def settled(fraction: float, *, by: str = "either") -> Callable[..., Weighed]:
+def settled(fraction: float, *, by: str = "either") -> Callable[..., WeightAndMetrics]:
     """0 for the given fraction of this call's tokens with the highest entropy, and for as many with the highest KL(p ||
     q) from the teacher, else 1: fine-tuning that skips tokens where the model is unsure or has moved away from its
     reference (EKSFT, Liu et al. 2026).
@@ -213,7 +213,7 @@ def settled(fraction: float, *, by: str = "either") -> Callable[..., Weighed]:
         raise ValueError(f"by: wanted 'either' or 'both', got {by!r}")
 
     @_by_row
-    def settled_tokens(entropy: Tensor, reverse_cross_entropy: Tensor, shared_entropy: Tensor) -> Weighed:
+    def settled_tokens(entropy: Tensor, reverse_cross_entropy: Tensor, shared_entropy: Tensor) -> WeightAndMetrics:
         rows = torch.ones_like(entropy, dtype=torch.float64).sum()
         unsure, moved = (
             x.detach().argsort(descending=True).argsort() < (fraction * rows).floor()
@@ -231,17 +231,17 @@ def _by_row(fn: Callable[..., T]) -> Callable[..., T]:
     return fn
 
 
-def _of_drift(make: Callable[[Tensor, Any], Weighed], by_segment: bool) -> Callable[..., Weighed]:
+def _of_drift(make: Callable[[Tensor, Any], WeightAndMetrics], by_segment: bool) -> Callable[..., WeightAndMetrics]:
     """The row weight that `make` makes of log w and, if `by_segment`, of the segments."""
 
     @_by_row
-    def of_tokens(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Weighed:
+    def of_tokens(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> WeightAndMetrics:
         return make(_drift(logprob, sampler_logprob, old_logprob), None)
 
     @_by_row
     def of_segments(
         logprob: Tensor, sampler_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None
-    ) -> Weighed:
+    ) -> WeightAndMetrics:
         return make(_drift(logprob, sampler_logprob, old_logprob), segments)
 
     weight = of_segments if by_segment else of_tokens
@@ -249,7 +249,7 @@ def _of_drift(make: Callable[[Tensor, Any], Weighed], by_segment: bool) -> Calla
     return weight
 
 
-def _reported(weight: Tensor, w: Tensor, low: float, high: float, drift: Tensor) -> Weighed:
+def _reported(weight: Tensor, w: Tensor, low: float, high: float, drift: Tensor) -> WeightAndMetrics:
     """A weight that is made from w and its bounds, and the metrics that trainers log about it."""
     found = {
         "weight_mean": weight,
@@ -261,7 +261,7 @@ def _reported(weight: Tensor, w: Tensor, low: float, high: float, drift: Tensor)
     return weight, found | _mismatch(drift, w)
 
 
-def _mask(kept: Tensor, drift: Tensor) -> Weighed:
+def _mask(kept: Tensor, drift: Tensor) -> WeightAndMetrics:
     return kept.to(drift.dtype), {"cut_fraction": ~kept, **_mismatch(drift, drift.exp())}
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 import headloss as hl
 from headloss.checks import dense
 from headloss.checks.dense_records import DenseCall
-from headloss.trace.signature import ONLY
+from headloss.trace.signature import UNNAMED
 
 IGNORE = -100
 
@@ -172,7 +172,7 @@ def given(problem: Problem, leaves: Mapping[str, Tensor], inputs: Mapping[str, A
     lead = len(problem.shape)
     per_row = lambda n, x: n != "pairs" and isinstance(x, Tensor) and x.ndim and tuple(x.shape[:lead]) == problem.shape
     kinds = {n: "row" if per_row(n, x) else "whole" for n, x in inputs.items()}
-    teachers = {} if problem.teacher is None else {ONLY: hl.Logits(problem.teacher)}
+    teachers = {} if problem.teacher is None else {UNNAMED: hl.Logits(problem.teacher)}
     return DenseCall(problem.source(leaves), problem.targets, problem.segments, teachers, inputs, kinds, **options)
 
 

@@ -27,7 +27,7 @@ from headloss.segments import Segments
 from headloss.sources import Logits, Source, Sparse
 from headloss.teachers import TOP
 from headloss.term import Term
-from headloss.trace.signature import IDS, weighs_classes
+from headloss.trace.signature import CANDIDATES, weighs_classes
 
 if TYPE_CHECKING:
     from headloss.objective import Objective
@@ -207,13 +207,13 @@ class Dense:
     def teacher_of(self, term: Term | None) -> str:
         if term is not None and term.teacher is not None:
             return term.teacher
-        return next((n for n in self.given.teachers if n != IDS), IDS)
+        return next((n for n in self.given.teachers if n != CANDIDATES), CANDIDATES)
 
     def ids_of(self, fn: Callable[..., Any], term: Term | None) -> str:
         """The name of the teacher whose ids the `ids_*` facts use, or IDS for the call's own ids."""
         own = {"teacher_ids", "teacher_logprob"}.isdisjoint(parameters_of(fn))
-        free = own and IDS in self.sparse and (term is None or term.teacher is None)
-        return IDS if free else self.teacher_of(term)
+        free = own and CANDIDATES in self.sparse and (term is None or term.teacher is None)
+        return CANDIDATES if free else self.teacher_of(term)
 
     def values(self, term: Term) -> tuple[Tensor, Mapping[str, Any]]:
         """A term's values and its own metrics, from the function as the user wrote it."""
@@ -276,7 +276,7 @@ class Dense:
             elif p.name in FACTS or p.name in COMPARING:
                 found[p.name] = self.fact(p.name, temperature, ids if p.name in at_ids else teacher)
             elif p.name in ("ids", "targets"):
-                found[p.name] = self.targets if p.name == "targets" else self.sparse[IDS][0]
+                found[p.name] = self.targets if p.name == "targets" else self.sparse[CANDIDATES][0]
             elif p.name == "segments":
                 found |= {} if self.segments is None else {"segments": self.segments}
             elif taken.get(p.name, p.name) in self.inputs:

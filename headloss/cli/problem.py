@@ -19,7 +19,7 @@ from headloss.derived_teachers import Top
 from headloss.facts import FACTS
 from headloss.teachers import SPARSE
 from headloss.trace.call import Call
-from headloss.trace.signature import ONLY, TEACHER_INPUTS, passed
+from headloss.trace.signature import TEACHER_INPUTS, UNNAMED, passed_teachers
 
 APART = ("top_logprob", "class_weight", "class_mean", "class_cross_entropy")  # only with a Term or call that asks
 
@@ -111,12 +111,12 @@ class Asked(NamedTuple):
 
     def named(self, teachers: dict[str, Any]) -> dict[str, Any]:
         """The argument `teacher` of a call, if there are any."""
-        return {"teacher": teachers[ONLY] if [*teachers] == [ONLY] else teachers} if teachers else {}
+        return {"teacher": teachers[UNNAMED] if [*teachers] == [UNNAMED] else teachers} if teachers else {}
 
 
 def _teachers(calls: Sequence[Call]) -> set[str]:
     every = {name for call in calls for name in call.teachers}
-    return {*passed(every), *(of for name in every if name.startswith("top=") if (of := Top.named(name).of))}
+    return {*passed_teachers(every), *(of for name in every if name.startswith("top=") if (of := Top.named(name).of))}
 
 
 def example(name: str, N: int, S: int, logprob: Tensor, normal: Callable[..., Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from headloss.rows import Rows, bind_rows, may_read
 from headloss.segments import Segments, shallow
 from headloss.sources import Linear, Logits, Source
 from headloss.term import check_weight
-from headloss.trace.cache_keys import in_words
+from headloss.trace.cache_keys import as_text
 from headloss.trace.signature import TEACHER_INPUTS
 
 
@@ -118,7 +118,7 @@ def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> 
     """Everything but tensors that decides values and collectives: ranks that share a vocabulary must agree on it."""
     number = lambda x: "a tensor" if isinstance(x, Tensor) else x
     weights = [number(loss.weights[t.name]) for t in plan.terms]
-    terms = [(t.name, in_words(t.call.reads().key), t.reduction, t.length, t.call.share) for t in plan.terms]
+    terms = [(t.name, as_text(t.call.reads().key), t.reduction, t.length, t.call.share) for t in plan.terms]
     options, hidden = arguments.options, getattr(arguments.source, "hidden", None)
     counts = [number(x) for x in (options.num_items, options.num_segments, options.grad_scale)]
     chunks = None if loss.chunks is None else len(loss.chunks)

@@ -22,7 +22,7 @@ from headloss.sources import Linear, Source, Sparse, Teacher, padded, with_tenso
 from headloss.support import Support
 from headloss.support_layout import places_of
 from headloss.teachers import DenseChunk, TeacherChunk
-from headloss.trace.signature import IDS
+from headloss.trace.signature import CANDIDATES
 
 
 def bind_teachers(
@@ -244,7 +244,7 @@ def restrict_teachers(
         places = places_of(support, targets, getattr(backend, "find_places", None))
         ids_NK = teacher.ids.reshape(-1, teacher.ids.shape[-1])
         outside_NK = places.find(torch.arange(len(ids_NK), device=ids_NK.device), ids_NK) < 0
-        if name == IDS:
+        if name == CANDIDATES:
             check_candidates(ids_NK, outside_NK, targets)
         ids = ids_NK.masked_fill(outside_NK, -1).view(teacher.ids.shape)
         found[name] = Sparse(ids, teacher.logprobs)

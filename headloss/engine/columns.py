@@ -27,7 +27,7 @@ from headloss.sources import Linear, Logits, Sparse, with_tensors
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.trace.call import facts_of
-from headloss.trace.function_reads import ours
+from headloss.trace.function_reads import is_ours
 from headloss.trace.signature import weighs_classes
 from headloss.vocab_ids import count, sorted_ids, to_columns
 
@@ -119,7 +119,7 @@ def _of_columns(weights: Any, ids: Tensor) -> Any:
 
 def _check_numbers(term: Term) -> None:
     """Raise if a user's function asks for column numbers, which it would mistake for tokens."""
-    if all(map(ours, (term.fn, *(w for w in term.row_weights if callable(w))))):
+    if all(map(is_ours, (term.fn, *(w for w in term.row_weights if callable(w))))):
         return
     for signature in term.call(None, {}).signatures:
         for p in signature.parameters:

@@ -35,7 +35,7 @@ from headloss.teachers import TOP
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.trace.call import facts_of, inputs_of
-from headloss.trace.signature import CLASSES, IDS, counts_of, targets_of, weighs_classes
+from headloss.trace.signature import CANDIDATES, CLASSES, counts_of, targets_of, weighs_classes
 
 
 def with_derived_inputs(terms: Terms, arguments: CallArguments, explained: bool = False) -> CallArguments:
@@ -212,7 +212,7 @@ def with_candidates(teacher: Any, ids: Any, source: Source) -> Any:
         raise ValueError(f"ids: wanted shape {wanted}, got {tuple(ids.shape)}")
     check_device("ids", ids, source.device)
     _check_candidates(ids.reshape(-1, ids.shape[-1]), source.vocab if source.vocab_ids is None else 1 << 62)
-    return {**teachers, IDS: Sparse(ids, torch.zeros(ids.shape, dtype=torch.float32, device=ids.device))}
+    return {**teachers, CANDIDATES: Sparse(ids, torch.zeros(ids.shape, dtype=torch.float32, device=ids.device))}
 
 
 def _check_candidates(ids_NK: Tensor, vocab: int) -> None:

@@ -35,9 +35,9 @@ from headloss.reductions import over_segments
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher, padded, tensors_in, without_tensors
 from headloss.trace.function_reads import defaults
-from headloss.trace.signature import ONLY, TEACHER_INPUTS
+from headloss.trace.signature import TEACHER_INPUTS, UNNAMED
 
-SPARSE_INPUTS = tuple(f"{i} of {ONLY}" for i in TEACHER_INPUTS)  # by a sparse teacher, among the inputs
+SPARSE_INPUTS = tuple(f"{i} of {UNNAMED}" for i in TEACHER_INPUTS)  # by a sparse teacher, among the inputs
 _MOST = 64  # keys: more would mean that sizes change with every call
 
 
@@ -101,7 +101,7 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
                 return None
             key += _layout(x), x.stride()
     elif teacher is not None:
-        for name, dense in teacher.items() if type(teacher) is dict else ((ONLY, teacher),):
+        for name, dense in teacher.items() if type(teacher) is dict else ((UNNAMED, teacher),):
             if type(dense) is Linear and _is_plain(dense):
                 _add_head(key, dense)
             elif type(dense) is Logits and type(dense.logits) is Tensor:
@@ -190,7 +190,7 @@ def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
         return None
     if segments is not None and y is targets and reads_now(key[3], x.device, plan.read_because):
         return None  # the host would read segment lengths, which prepared targets come with
-    sparse = SPARSE_INPUTS if type(taught.get(ONLY)) is Sparse else ()
+    sparse = SPARSE_INPUTS if type(taught.get(UNNAMED)) is Sparse else ()
     taken = [given.get(name) for name in program.inputs if name not in sparse]
     if any(v is None or not v.is_contiguous() or v.device != x.device for v in taken) or "pairs" in given:
         return None

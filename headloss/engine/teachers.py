@@ -38,13 +38,13 @@ from headloss.sources import (
     without_tensors,
 )
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature, TopChunk, places
-from headloss.trace.signature import ONLY
+from headloss.trace.signature import UNNAMED
 
 
 def named_teachers(teacher: Any) -> dict[str, Any]:
     """The teachers of a call by name."""
     if not isinstance(teacher, Mapping):
-        return {} if teacher is None else {ONLY: teacher}
+        return {} if teacher is None else {UNNAMED: teacher}
     for name in teacher:
         if not isinstance(name, str):
             raise TypeError(f"teacher: wanted teachers by name, got {name!r} of type {type(name).__name__} for a name")
@@ -112,7 +112,7 @@ def _first(teacher: Teacher) -> Tensor:
 
 
 def teacher_label(name: str) -> str:
-    return "teacher" if name == ONLY else f"teacher[{name!r}]"
+    return "teacher" if name == UNNAMED else f"teacher[{name!r}]"
 
 
 def _check_columns(label: str, teacher: Source, source: Source) -> None:

@@ -35,7 +35,7 @@ from headloss.record import keys_of
 from headloss.rows import may_read
 from headloss.segments import Segments
 from headloss.terms import Terms
-from headloss.trace.classify import unwatched
+from headloss.trace.classify import without_modes
 
 
 class FinishedCall(NamedTuple):
@@ -245,7 +245,7 @@ _UNUSED = 3**0.5  # stands in for a symbolic temperature, scale or softcap; no t
 @contextlib.contextmanager
 def _untraced() -> Iterator[None]:
     """Ordinary tensors and autograd, whatever tracing is active around this."""
-    with unwatched(), _disable_current_modes(), torch._C.DisableTorchFunction(), autograd_on(), torch.enable_grad():
+    with without_modes(), _disable_current_modes(), torch._C.DisableTorchFunction(), autograd_on(), torch.enable_grad():
         yield
 
 

@@ -1,1 +1,1 @@
-"""From a loss function to its graph: what it asks for, what it may read, and how its rows meet."""
+"""From a loss function to its graph: what it asks for, what it may read, and whether it combines rows."""

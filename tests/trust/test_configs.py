@@ -444,7 +444,7 @@ CROSSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a parameter by position only": (
         lambda: hl.Objective(a=lambda lse, /: lse),
         TypeError,
-        "a: <lambda>: 'lse'.*drop /",
+        "a: <lambda>: 'lse' is positional-only.*drop /",
     ),
     "a parameter named divergence": (
         lambda: hl.Objective(a=lambda divergence: divergence),
