@@ -55,7 +55,7 @@ def _sparse_agreement(argmax: Tensor, teacher_ids: Tensor, teacher_logprob: Tens
 
 def dead_rows() -> Tensor:
     """How often a row has no gradient, as with an advantage of 0 or a clipped ratio; NaN if a call computes none."""
-    raise AssertionError("made of the gradient, in `engine.run`")
+    raise AssertionError("computed from the gradient, in `engine.run`")
 
 
 NAMED = {fn.__name__: fn for fn in (accuracy, perplexity, teacher_agreement, dead_rows)}
@@ -64,7 +64,7 @@ DIVERGENCES: Mapping[str, Callable[..., Any]] = {name: fn for name, fn in LOSSES
 
 
 class _Kind(NamedTuple):
-    parts: tuple[str, ...]  # the sums over the values that count; see `Batch`
+    parts: tuple[str, ...]  # the sums over the values that count; see `MetricGroup`
     value: Callable[..., Tensor]
 
     @property
@@ -96,7 +96,7 @@ def _kinds_of(names: tuple[str, ...]) -> dict[str, str]:
     return {name: kind_of(name) for name in names if not name.endswith("/")}
 
 
-class Batch:
+class MetricGroup:
     """Metrics of the same rows, reduced together when the first of them is read.
 
     Dimension key:  M metrics   R values of each
@@ -110,30 +110,31 @@ class Batch:
     ) -> None:
         self.names = tuple(names)
         self.kinds = _kinds_of(self.names)
-        self.given, self.weights_R = values, weights_R
-        self.found: dict[str, tuple[Tensor, ...]] | None = None
+        self.values, self.weights_R = values, weights_R
+        self.reduced: dict[str, tuple[Tensor, ...]] | None = None
 
     def parts(self, name: str) -> tuple[Tensor, ...]:
-        if self.found is None:
-            self.found = self._reduce()
-            self.given, self.weights_R = {}, None
-        return self.found[name]
+        if self.reduced is None:
+            self.reduced = self._reduce()
+            self.values, self.weights_R = {}, None
+        return self.reduced[name]
 
     def _reduce(self) -> dict[str, tuple[Tensor, ...]]:
-        """Reduce metrics that count the same rows together: those under a mask (`term/`), and the others."""
+        """Reduce metrics that count the same rows together: those with a mask (`term/`), and the others."""
         x_MR, places = self._stacked()
         masks = [name for name in self.names if name.endswith("/")]
-        under = {name: max((m for m in masks if name.startswith(m)), key=len, default=None) for name in self.kinds}
-        found: dict[str, tuple[Tensor, ...]] = {}
-        for mask in dict.fromkeys(under.values()):
+        mask_of = {name: max((m for m in masks if name.startswith(m)), key=len, default=None) for name in self.kinds}
+        reduced: dict[str, tuple[Tensor, ...]] = {}
+        for mask in dict.fromkeys(mask_of.values()):
             counted = None if self.weights_R is None else self.weights_R.reshape(-1) > 0
             if mask is not None:
-                own = x_MR[places[mask]] != 0
-                counted = own if counted is None else counted & own
-            found |= self._counted(x_MR, places, counted, {n: k for n, k in self.kinds.items() if under[n] == mask})
-        return {name: found[name] for name in self.kinds}
+                unmasked = x_MR[places[mask]] != 0
+                counted = unmasked if counted is None else counted & unmasked
+            kinds = {name: kind for name, kind in self.kinds.items() if mask_of[name] == mask}
+            reduced |= self._reduce_rows(x_MR, places, counted, kinds)
+        return {name: reduced[name] for name in self.kinds}
 
-    def _counted(
+    def _reduce_rows(
         self, x_MR: Tensor, places: Mapping[str, int], counted: Tensor | None, kinds: Mapping[str, str]
     ) -> dict[str, tuple[Tensor, ...]]:
         wide = _widest(x_MR.device)
@@ -153,16 +154,16 @@ class Batch:
         }
 
     def _stacked(self) -> tuple[Tensor, dict[str, int]]:
-        """The values as rows of a matrix, and which metric has which row: several may share one tensor."""
-        if callable(self.given):
-            return self.given(), {name: i for i, name in enumerate(self.names)}
-        unique = {id(x): x for x in self.given.values()}
+        """The values as rows of a matrix, and each metric's row: several metrics may share one tensor."""
+        if callable(self.values):
+            return self.values(), {name: i for i, name in enumerate(self.names)}
+        unique = {id(x): x for x in self.values.values()}
         place = {key: i for i, key in enumerate(unique)}
         xs = [x.detach().reshape(-1) for x in unique.values()]
-        narrow = {x.dtype for x in xs}
-        same = len(narrow) == 1 and next(iter(narrow)).is_floating_point
+        dtypes = {x.dtype for x in xs}
+        same = len(dtypes) == 1 and next(iter(dtypes)).is_floating_point
         x_MR = torch.stack([x if same else x.to(_widest(x.device)) for x in xs])
-        return x_MR, {name: place[id(x)] for name, x in self.given.items()}
+        return x_MR, {name: place[id(x)] for name, x in self.values.items()}
 
 
 def _widest(device: torch.device) -> torch.dtype:
@@ -188,9 +189,9 @@ class Metric:
     __slots__ = ("_parts", "kind", "per")
     kind: str
     per: str  # "token", "segment" or "call": what it is averaged over
-    _parts: tuple[Tensor, ...] | tuple[Batch, str]
+    _parts: tuple[Tensor, ...] | tuple[MetricGroup, str]
 
-    def __init__(self, kind: str, parts: tuple[Tensor, ...] | tuple[Batch, str], per: str) -> None:
+    def __init__(self, kind: str, parts: tuple[Tensor, ...] | tuple[MetricGroup, str], per: str) -> None:
         self.kind, self._parts, self.per = kind, parts, per
 
     @classmethod
@@ -200,9 +201,9 @@ class Metric:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """The sums (or extremes) behind it, on the device."""
-        if isinstance(self._parts[0], Batch):
-            batch, name = self._parts
-            self._parts = batch.parts(name)
+        if isinstance(self._parts[0], MetricGroup):
+            group, name = self._parts
+            self._parts = group.parts(name)
         return self._parts
 
     @property
@@ -237,33 +238,33 @@ class Metric:
 
 
 def measure(values: Mapping[str, Tensor], weights: Tensor | None, per: str) -> dict[str, Metric]:
-    """Metrics from values that belong to the same rows (segments, pairs); values of weight 0 do not count.
+    """Metrics from values of the same rows (or segments, or pairs); values of weight 0 do not count.
 
-    A name that ends in "/" is not a metric but a mask: it says which rows count in metrics whose names start with it.
-    If two masks match, the longer name wins.
+    A name that ends in "/" is a mask: it says which rows count in metrics whose names start with it.  If two masks
+    match, the longer name wins.
     """
-    batch = Batch(values, values, weights)
-    if not batch.kinds:
+    group = MetricGroup(values, values, weights)
+    if not group.kinds:
         return {}
-    batch.parts(next(iter(batch.kinds)))  # now: the values may be inputs, which the caller may overwrite
-    return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}
+    group.parts(next(iter(group.kinds)))  # now, since the values may be inputs, which the caller may overwrite
+    return {name: Metric(kind, (group, name), per) for name, kind in group.kinds.items()}
 
 
 def measure_later(
     names: Sequence[str], values_MR: Callable[[], Tensor], weights: Tensor | None, per: str
 ) -> dict[str, Metric]:
-    """The same for values that nobody else can write to: they are reduced when the first metric is read.
+    """The same for values that nobody else can write to: they are reduced when a metric is first read.
 
     While a CUDA graph is captured they are reduced now, so that its replays reduce them too.
     """
-    batch = Batch(names, values_MR, weights)
-    if is_capturing() and batch.kinds:
-        batch.parts(next(iter(batch.kinds)))
-    return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}
+    group = MetricGroup(names, values_MR, weights)
+    if is_capturing() and group.kinds:
+        group.parts(next(iter(group.kinds)))
+    return {name: Metric(kind, (group, name), per) for name, kind in group.kinds.items()}
 
 
-def own_metrics(metrics: Any) -> Any:
-    """The metrics that were asked for, in a container that the caller cannot change."""
+def copied_metrics(metrics: Any) -> Any:
+    """The requested metrics, in a container that the caller cannot change."""
     if isinstance(metrics, Mapping):
         return dict(metrics)
     if isinstance(metrics, str) or not isinstance(metrics, Iterable):
@@ -297,7 +298,7 @@ def read_metrics(metrics: Any) -> Iterator[tuple[str, Call]]:
 
 
 def check_names(terms: Mapping[str, Any], metrics: Sequence[str]) -> None:
-    """Check that terms and metrics have keys of their own in the record; `term/metric` is a metric of a term's loss."""
+    """Check that no two terms or metrics share a key in the record; `term/metric` is a metric of a term's loss."""
     if "" in terms:
         raise ValueError("terms: one has an empty name; it keys terms and metrics")
     for i, name in enumerate((*terms, *metrics)):
@@ -316,9 +317,9 @@ def retarget(call: Call, source_temperature: float | None, teachers: Mapping[str
     """The metric bound to the call's only teacher, in the form that this kind of teacher allows."""
     if isinstance(call.fn, Term):
         term = call.fn.call(source_temperature, teachers)
-        return term._replace(fn=_first(term.fn))
-    given, ids = passed_teachers(teachers), CANDIDATES if CANDIDATES in teachers else None
-    teacher, fn = given[0] if len(given) == 1 else None, call.fn
+        return term._replace(fn=_values_only(term.fn))
+    passed, ids = passed_teachers(teachers), CANDIDATES if CANDIDATES in teachers else None
+    teacher, fn = passed[0] if len(passed) == 1 else None, call.fn
     if not (teacher or ids) or not any(p.teacher or (p.fact and p.fact.teacher) for p in call.signature.parameters):
         return call
     if fn is teacher_agreement and isinstance(teachers.get(teacher or ""), Sparse):
@@ -327,12 +328,12 @@ def retarget(call: Call, source_temperature: float | None, teachers: Mapping[str
     return call._replace(fn=fn, signature=signature)
 
 
-def _first(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _values_only(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A loss's values, without the metrics that it returns."""
 
     def values(**arguments: Any) -> Any:
-        found = fn(**arguments)
-        return found[0] if isinstance(found, tuple) else found
+        result = fn(**arguments)
+        return result[0] if isinstance(result, tuple) else result
 
     return values
 

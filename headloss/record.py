@@ -51,8 +51,8 @@ class Facts(Mapping[Key, Tensor]):
             del self._later
             return self._values  # type: ignore[return-value]  # not a fact, and declared above
         if name.startswith("_") or name not in self._values:
-            there = ", ".join(map(str, self._values)) or "none"
-            raise AttributeError(f"fact {name!r} was not asked for by any loss or metric; there are {there}")
+            known = ", ".join(map(str, self._values)) or "none"
+            raise AttributeError(f"fact {name!r} was not asked for by any loss or metric; there are {known}")
         return self._values[name]
 
     def __iter__(self) -> Iterator[Key]:
@@ -86,7 +86,7 @@ torch.utils._pytree.register_pytree_node(  # so that wrappers (FSDP) find the te
 
 
 def _by_key(values: Mapping[Any, Tensor]) -> dict[Key, Tensor]:
-    """From facts, or from the keys of other `Facts`: tools that cast a record rebuild it from those."""
+    """By key, from facts or from the keys of other `Facts`: tools that cast a record rebuild it from these."""
     keys = keys_of(values) if all(isinstance(fact, Fact) for fact in values) else values
     return dict(zip(keys, values.values(), strict=True))
 
@@ -130,7 +130,7 @@ class Output(NamedTuple):
     grads: Grads | None = None  # from forward_backward only
 
 
-def but(out: Output, **new: Any) -> Output:
-    """The same record with other fields.  Graphs compiled by torch before 2.12 cannot use `_replace`."""
+def with_fields(out: Output, **new: Any) -> Output:
+    """The record with some fields replaced.  Graphs compiled by torch before 2.12 cannot use `_replace`."""
     fields: list[Any] = [new.get(name, old) for name, old in zip(Output._fields, out, strict=True)]
     return Output(*fields)

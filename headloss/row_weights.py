@@ -1,11 +1,11 @@
-"""Row weights for policy terms: corrections and masks that look at several rows, or at another policy.
+"""Row weights for policy terms: corrections and masks that use several rows, or another policy.
 
     hl.Term(grpo, row_weight=truncate(2.0))            # sampler correction, token by token
     hl.Term(gspo, row_weight=drop_segments(0.5, 2.0))  # drop sequences on which the two policies differ too much
     hl.Term(grpo, row_weight=[truncate(2.0), off_policy_mask(0.1), "loss_mask"])  # several multiply
 
 Each factory returns a plain function that is injected like a loss and never differentiated.  Its numbers are captured
-floats, so equal weights share one trace.  It returns the weight and, as a loss does, metrics, which come back as
+floats, so equal weights share one trace.  It returns the weight and, like a loss, metrics, which come back as
 `rl/truncated/cut_fraction`; your own functions may return the weight alone.
 
 The sampler weight of a token is w = exp(old_logprob - sampler_logprob): `sampler_logprob` comes from the engine that
@@ -16,8 +16,8 @@ generated the text, `old_logprob` from the trainer's copy of the same policy (by
     "segment"        that of its whole segment: the product of its tokens' w
     "segment_mean"   the same, length-normalised: their geometric mean
 
-A token that the sampler could not score (NaN) counts as w = 1.  A weight of 0 leaves a token out: no NaN or inf that
-the loss makes of it reaches the sum, a gradient or the term's metrics.  It still counts in the normaliser (except with
+A token that the sampler could not score (NaN) counts as w = 1.  A weight of 0 leaves a token out: no NaN or inf in its
+loss reaches the sum, a gradient or the term's metrics.  It still counts in the normaliser (except with
 `reduction="weighted_mean"`), and in sums that the loss itself takes over segments; a target of -100 removes it from
 everything.
 """
@@ -46,7 +46,7 @@ def truncate(high: float, low: float = 0.0, *, level: str = "token") -> Callable
         w = _ratio(drift, segments, level)
         return _reported(w.clamp(low, high), w, low, high, drift)
 
-    return _of_drift(truncated, _level(level) != "token")
+    return _of_drift(truncated, _check_level(level) != "token")
 
 
 def band(low: float, high: float, *, level: str = "token") -> Callable[..., WeightAndMetrics]:
@@ -57,16 +57,16 @@ def band(low: float, high: float, *, level: str = "token") -> Callable[..., Weig
         w = _ratio(drift, segments, level)
         return _reported(w * ((w >= low) & (w <= high)).to(w.dtype), w, low, high, drift)
 
-    return _of_drift(banded, _level(level) != "token")
+    return _of_drift(banded, _check_level(level) != "token")
 
 
 def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Callable[..., WeightAndMetrics]:
     """1 for every token of a segment whose w lies in [low, high], 0 for the others: rejection of whole sequences.
 
-    With level "token" a segment is dropped as soon as the w of one of its tokens lies outside.
+    With level "token", one token whose w lies outside drops its segment.
     """
     low, high = _range(low, high)
-    _level(level)
+    _check_level(level)
 
     def kept(drift: Tensor, segments: Segments) -> WeightAndMetrics:
         w = _ratio(drift, segments, level)
@@ -93,7 +93,7 @@ def reject(
         raise ValueError(f"low, high: wanted low <= high, got {low} and {high}")
     if estimator not in ("k1", "k2", "k3"):
         raise ValueError(f"estimator: wanted 'k1', 'k2' or 'k3', got {estimator!r}")
-    _level(level, (*LEVELS, "segment_max"))
+    _check_level(level, (*LEVELS, "segment_max"))
     low, high, sign = float(low), float(high), -1.0 if reverse else 1.0
 
     def kept(drift: Tensor, segments: Segments) -> WeightAndMetrics:
@@ -144,7 +144,7 @@ def wpo() -> Callable[..., Tensor]:
 
 def off_policy_mask(most: float) -> Callable[..., WeightAndMetrics]:
     """0 for tokens of negative advantage in segments where mean(sampler_logprob - logprob) > most, else 1: does not
-    learn from bad samples that the policy would hardly produce any more (DeepSeek-V3.2, 2025).
+    learn from bad samples that the policy would hardly produce now (DeepSeek-V3.2, 2025).
 
     Without `sampler_logprob`, `old_logprob` takes its place.
     """
@@ -186,7 +186,7 @@ def top_entropy(fraction: float) -> Callable[..., WeightAndMetrics]:
 
 def likely(low: float, high: float = 1.0) -> Callable[..., WeightAndMetrics]:
     """1 for tokens whose probability lies in [low, high], 0 for the others: fine-tuning that skips what the model would
-    hardly say (ProFit, Liu et al. 2026), or with `high` what it says anyway.
+    hardly say (ProFit, Liu et al. 2026) or, with `high`, what it says already.
     """
     low, high = _range(low, high)
 
@@ -232,7 +232,7 @@ def _by_row(fn: Callable[..., T]) -> Callable[..., T]:
 
 
 def _of_drift(make: Callable[[Tensor, Any], WeightAndMetrics], by_segment: bool) -> Callable[..., WeightAndMetrics]:
-    """The row weight that `make` makes of log w and, if `by_segment`, of the segments."""
+    """The row weight that `make` computes from log w and, if `by_segment`, from the segments."""
 
     @_by_row
     def of_tokens(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> WeightAndMetrics:
@@ -245,20 +245,20 @@ def _of_drift(make: Callable[[Tensor, Any], WeightAndMetrics], by_segment: bool)
         return make(_drift(logprob, sampler_logprob, old_logprob), segments)
 
     weight = of_segments if by_segment else of_tokens
-    weight.__name__ = f"{make.__name__}_segments" if by_segment else make.__name__  # begins its metrics' names
+    weight.__name__ = f"{make.__name__}_segments" if by_segment else make.__name__  # its metrics' names begin with it
     return weight
 
 
 def _reported(weight: Tensor, w: Tensor, low: float, high: float, drift: Tensor) -> WeightAndMetrics:
-    """A weight that is made from w and its bounds, and the metrics that trainers log about it."""
-    found = {
+    """A weight computed from w and its bounds, and the metrics that trainers log about it."""
+    metrics = {
         "weight_mean": weight,
         "weight_min": weight,
         "weight_max": weight,
         "effective_sample_size": weight,
         "cut_fraction": (w < low) | (w > high),
     }
-    return weight, found | _mismatch(drift, w)
+    return weight, metrics | _mismatch(drift, w)
 
 
 def _mask(kept: Tensor, drift: Tensor) -> WeightAndMetrics:
@@ -266,7 +266,7 @@ def _mask(kept: Tensor, drift: Tensor) -> WeightAndMetrics:
 
 
 def _mismatch(drift: Tensor, w: Tensor) -> dict[str, Tensor]:
-    """How far apart sampler and trainer are: w before it is cut, and per token what trainers log
+    """How far apart sampler and trainer are: w before it is cut, and what trainers log per token
     (`integrations.names`).
 
     k1 and k3 estimate KL(sampler || trainer), k3_reverse KL(trainer || sampler), and js the Jensen-Shannon divergence,
@@ -297,14 +297,14 @@ def _drift(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None)
 
 
 def _ratio(drift: Tensor, segments: Segments | None, level: str) -> Tensor:
-    """w of the level that is asked for."""
+    """w at this level."""
     if level == "token" or segments is None:
         return drift.exp()
     whole = segments.totals(drift) if level == "segment" else segments.means(drift)
     return segments.spread(whole.clamp(-20.0, 20.0)).exp()
 
 
-def _level(level: str, known: tuple[str, ...] = LEVELS) -> str:
+def _check_level(level: str, known: tuple[str, ...] = LEVELS) -> str:
     if level not in known:
         raise ValueError(f"level: wanted one of {', '.join(known)}, got {level!r}")
     return level

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headloss.deferred_checks import readable
 from headloss.immutable import Immutable
-from headloss.parallel.shard import process_group, together
+from headloss.parallel.shard import collective, process_group
 from headloss.writes import Snapshot, is_untracked, snapshot, unchanged
 
 _library = torch.library.Library("headloss", "DEF")
@@ -96,7 +96,7 @@ class _GroupSum(torch.autograd.Function):
 
 def group_sum(x: Tensor, group: Any) -> Tensor:
     x = x.clone()
-    with together("summing over the ranks that share segments or counts"):
+    with collective("summing over the ranks that share segments or counts"):
         torch.distributed.all_reduce(x, group=group)
     return x
 
@@ -297,7 +297,7 @@ class Segments(Immutable):
     def _largest(self, x: Tensor) -> Tensor:
         found: Tensor = torch.ops.headloss.segment_largest(x, _flat(self.ids), self.num_segments)
         if self.group is not None:
-            with together("taking the maximum over the ranks that share segments"):
+            with collective("taking the maximum over the ranks that share segments"):
                 torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self.group)
         return found
 

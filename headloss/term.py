@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headloss.bounded_cache import store
-from headloss.derived_teachers import Draft, check_top, whole_of
+from headloss.derived_teachers import AtIds, check_top, whole_of
 from headloss.divergence import TAILS, Element, bucket_loss, is_divergence, sparse_loss, summed, top_loss
 from headloss.facts import FACTS, NEEDS_TARGET, Fact
 from headloss.immutable import Immutable
@@ -198,7 +198,7 @@ class Term(Immutable):
         """The function ready to be called: its facts named, and a divergence in the form that suits its teacher."""
         given = passed_teachers(teachers)
         name = self.teacher or (given[0] if len(given) == 1 else UNNAMED)
-        sparse, draft, routed = (isinstance(teachers.get(name), kind) for kind in (Sparse, Draft, Routed))
+        sparse, draft, routed = (isinstance(teachers.get(name), kind) for kind in (Sparse, AtIds, Routed))
         ids = CANDIDATES if CANDIDATES in teachers and self.teacher is None else name
         classes = self.classes if self.classes in teachers else None
         key = (source_temperature, name, sparse, draft, routed, ids, classes, self.content())

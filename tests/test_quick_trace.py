@@ -16,7 +16,7 @@ import headloss as hl
 from headloss.losses import LOSSES
 from headloss.trace import dynamic_shapes
 from headloss.trace import trace as traces
-from headloss.trace.classify import only
+from headloss.trace.classify import subgraph
 
 
 def traced(name: str, kind: str = "Logits", **options: Any) -> list[Any]:
@@ -27,7 +27,7 @@ def traced(name: str, kind: str = "Logits", **options: Any) -> list[Any]:
     oracle.run(hl.Objective(x=hl.Term(LOSSES[name], **options)), problem)
     found = []
     for kept in traces._TRACES.values():
-        graph = None if kept.joint is None else only(kept.joint, lambda out: out).graph
+        graph = None if kept.joint is None else subgraph(kept.joint, lambda out: out).graph
         called = [] if graph is None else [str(n.target) for n in graph.nodes if n.op == "call_function"]
         same = ("detach", "alias", "slice", "sym_size")  # `x[:, 0]` may slice first, or not; a size may be read twice
         called = sorted(x for x in called if not any(name in x for name in same))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headloss.deferred_checks import check_now_or_later
-from headloss.derived_teachers import Draft, Top
+from headloss.derived_teachers import AtIds, Top
 from headloss.engine.heads import Head, LinearHead, open_source
 from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, TopRows
 from headloss.routed import Routed
@@ -48,7 +48,7 @@ def _dense(teacher: Any, source: Source, rows: Rows, backend: Any) -> DenseTeach
     if isinstance(teacher, Routed):
         each = [DenseTeacherRows(t, source, rows) for t in teacher.teachers.values()]
         return RoutedRows(each, teacher.route, rows, teacher.known(), source.fact_dtype)
-    if not isinstance(teacher, Draft):
+    if not isinstance(teacher, AtIds):
         return DenseTeacherRows(teacher, source, rows)
     if isinstance(teacher.teacher, Linear) and not teacher.whole:
         return GatheredRows(teacher.teacher, teacher.ids, source, rows)
@@ -93,7 +93,7 @@ class GatheredRows(DenseTeacherRows):
 class DraftRows(DenseTeacherRows):
     """A dense teacher with a larger vocabulary, read at the tokens that the student has."""
 
-    def __init__(self, draft: Draft, source: Source, rows: Rows, backend: Any) -> None:
+    def __init__(self, draft: AtIds, source: Source, rows: Rows, backend: Any) -> None:
         super().__init__(draft.teacher, source, rows)
         self.ids, self.sums_tail, self.backend = draft.ids, draft.whole, backend
         self.columns = len(draft.ids)
@@ -124,7 +124,7 @@ class DraftRows(DenseTeacherRows):
         return _and_ids(super().tensors(), self.ids)
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DraftRows:
-        draft = Draft(with_tensors(self.teacher, _but_ids(tensors)), tensors[VOCAB_IDS], self.sums_tail)
+        draft = AtIds(with_tensors(self.teacher, _but_ids(tensors)), tensors[VOCAB_IDS], self.sums_tail)
         return DraftRows(draft, source, rows, self.backend)
 
 

@@ -23,7 +23,7 @@ from headloss.engine.plan import Plan, Planned
 from headloss.engine.sweeps import Cotangents
 from headloss.facts import CONSTANT, Fact
 from headloss.metrics import Metric, dead_rows, kind_of, measure
-from headloss.reductions import of_rows_alone
+from headloss.reductions import rows_only
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
 from headloss.segments import Segments, group_sum
@@ -242,7 +242,7 @@ class TermsOnRows:
         """How much each row counts in a reduction over other segments than the call's."""
         assert term.call.share is not None
         if kind != "row":
-            raise ValueError(of_rows_alone(f"term {term.name!r}", kind))
+            raise ValueError(rows_only(f"term {term.name!r}", kind))
         return self.inputs[term.call.share]
 
     def denominator(self, term: Planned, kind: str, length: int, env: Env | None = None) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headloss.deferred_checks import readable
-from headloss.derived_teachers import Draft, Top
+from headloss.derived_teachers import AtIds, Top
 from headloss.engine.budget import COPIES, NO_COST, Cost, gathered_bytes, held_besides
 from headloss.engine.checks import check_ids
 from headloss.engine.heads import Head, open_source
@@ -64,7 +64,7 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
             for t in x.teachers.values():
                 name_teachers({name: t}, source)
             continue
-        if isinstance(x, Draft):
+        if isinstance(x, AtIds):
             name_teachers({name: x.teacher}, source)
             _check_draft(label, x)
             continue
@@ -96,7 +96,7 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
     return named
 
 
-def _check_draft(label: str, draft: Draft) -> None:
+def _check_draft(label: str, draft: AtIds) -> None:
     """Raise if the teacher lacks a token of the student."""
     ids, vocab = draft.ids, draft.teacher.vocab
     if readable(ids) and len(ids) and int(ids.max()) >= vocab:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from headloss.derived_teachers import Draft, Top
+from headloss.derived_teachers import AtIds, Top
 from headloss.engine.arguments import CallArguments
 from headloss.engine.run import names_of
 from headloss.graph import ops  # noqa: F401  registers the operators
@@ -74,7 +74,7 @@ def is_operator(source: Any, teacher: Any, unknown: tuple[str, ...] = ()) -> boo
 def _fits(source: Source, teacher: Teacher | Mapping[str, Teacher] | None) -> bool:
     """Whether a call can be an operator: one that overwrites its logits or takes DTensors runs uncompiled."""
     for x in [source, *(teacher.values() if isinstance(teacher, Mapping) else [teacher])]:
-        if isinstance(x, (Top, Draft, Routed)):
+        if isinstance(x, (Top, AtIds, Routed)):
             return False
         for y in getattr(x, "tensors", ()):
             if hasattr(y, "device_mesh"):

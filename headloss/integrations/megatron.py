@@ -28,7 +28,7 @@ from headloss.deferred_checks import check_zero
 from headloss.integrations.early_targets import EarlyTargets
 from headloss.integrations.reduction_checks import check_means
 from headloss.module import check_objective, check_source_options, own_forward, own_hook
-from headloss.record import but
+from headloss.record import with_fields
 
 
 class OutputProcessor:
@@ -105,7 +105,7 @@ class OutputProcessor:
             group, vocab=self.vocab, partial_hidden=gathered, **{"scale": scale, **self.options},
         )  # fmt: skip
         out = self.objective(source, ready, **call)
-        self.last = but(out, loss=out.loss.detach(), facts=hl.Facts({}))
+        self.last = with_fields(out, loss=out.loss.detach(), facts=hl.Facts({}))
         counts = (targets != -100).to(out.loss.dtype)
         loss, sharing = out.loss, getattr(call.get("segments"), "group", None)
         if sharing is not None:

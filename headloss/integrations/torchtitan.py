@@ -31,7 +31,7 @@ import headloss as hl
 from headloss.integrations.early_targets import EarlyTargets
 from headloss.integrations.reduction_checks import check_means
 from headloss.module import own_forward, own_hook
-from headloss.record import but
+from headloss.record import with_fields
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
             return self.objective(self._source(head, hidden, transform), targets, num_items=num_items, **inputs)
 
         out = _inside(head, evaluate, pred) if _is_fsdp(head) else evaluate(pred)
-        self.last = but(out, loss=out.loss.detach(), facts=hl.Facts({}))
+        self.last = with_fields(out, loss=out.loss.detach(), facts=hl.Facts({}))
         found = summable(out, global_valid_tokens, inputs.get("num_segments"))
         if rl:  # its trainer adds up all metrics but /max
             least = [name for name in found if name.endswith("/min")]
