@@ -88,8 +88,8 @@ def student_fact(name: str, s: Tensor, targets: Tensor | None) -> Tensor:
     return FACTS[name].value(row)
 
 
-def given(fn: Any, name: str, x: Tensor) -> Tensor:
-    """An input as a function gets it: our own formulas are of real numbers, those of users of what was passed."""
+def as_passed(fn: Any, name: str, x: Tensor) -> Tensor:
+    """An input as a function gets it: our formulas get real numbers, those of users what was passed."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     ours = str(getattr(fn, "__module__", "")).startswith("headloss.") and name not in ("pairs", "targets")

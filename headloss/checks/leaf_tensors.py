@@ -28,7 +28,7 @@ def leaves_of(given: DenseCall, dtype: torch.dtype | None) -> dict[str, Tensor]:
 
 
 def nudged_leaves(given: DenseCall, wide: torch.dtype) -> dict[str, Tensor]:
-    """The leaves with each number changed by a few roundings: what this moves, another order of summation moves too.
+    """The leaves with each number changed by a few roundings, to which another order of summation amounts.
 
     If logits are made in a narrow dtype, the change is half a step of it, which is what rounding the logits does.
     """

@@ -1,4 +1,4 @@
-"""`headloss check --objective module:name`: `hl.verify` of a loss of your own, on random data of the right shapes.
+"""`headloss check --objective module:name`: `hl.verify` of your own loss, on random data of the right shapes.
 
 Dimension key:  N rows   V vocabulary   D hidden size   S segments   P pairs   K ids per row
 """
@@ -27,7 +27,7 @@ def load(where: str) -> hl.Objective:
     if not colon or not module or not name:
         raise ValueError(f"wanted module:name, as in my_losses:focal, got {where!r}")
     if module.endswith(".py"):
-        raise ValueError(f"wanted a module and no file; write {Path(module).stem}:{name}, in the folder of that file")
+        raise ValueError(f"wanted a module, not a file; write {Path(module).stem}:{name}, in the folder of that file")
     sys.path.insert(0, os.getcwd())  # like python -m
     try:
         found: Any = importlib.import_module(module)

@@ -21,7 +21,7 @@ from headloss.teachers import SPARSE
 from headloss.trace.call import Call
 from headloss.trace.signature import TEACHER_INPUTS, UNNAMED, passed_teachers
 
-APART = ("top_logprob", "class_weight", "class_mean", "class_cross_entropy")  # only with a Term or call that asks
+ON_REQUEST = ("top_logprob", "class_weight", "class_mean", "class_cross_entropy")  # only with a Term or call that asks
 
 
 class Result(NamedTuple):
@@ -72,7 +72,7 @@ class Problem(NamedTuple):
         names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
         N, S = len(self.targets), self.segments.num_segments
         logp = (self.hidden @ self.weight.T).log_softmax(-1).gather(-1, self.targets.clamp(min=0)[:, None])[:, 0]
-        asked = [n for n in names if n not in (*FACTS, *APART, "segments", "targets", "logp", "logq")]
+        asked = [n for n in names if n not in (*FACTS, *ON_REQUEST, "segments", "targets", "logp", "logq")]
         random = torch.Generator().manual_seed(self.seed)  # the same numbers each time
         normal = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)
         return {n: example(n, N, S, logp.cpu(), normal).to(logp.device) for n in asked}
@@ -84,29 +84,29 @@ class Problem(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What the terms and metrics of an objective ask a call for, by name."""
+    """The names of what the terms and metrics of an objective ask for."""
 
     inputs: set[str]
     segments: bool
     reduced: set[str]  # inputs that are segments, for a reduction
     targets: set[str]  # inputs that are targets of a term's own
     teachers: set[str]
-    sparse: bool  # whether something is asked of these that a sparse teacher alone has
+    sparse: bool  # whether they need what only a sparse teacher has
 
     @classmethod
     def of(cls, objective: hl.Objective) -> Asked:
         terms = objective.terms.values()
-        own, metrics = [t.call(None, {}) for t in terms], [call for _, call in objective.metrics]
-        calls = [*own, *metrics]
+        term_calls, metrics = [t.call(None, {}) for t in terms], [call for _, call in objective.metrics]
+        calls = [*term_calls, *metrics]
         parameters = [p for call in calls for s in call.signatures for p in s.parameters]
         inputs = {p.key for p in parameters if p.kind == "input" and p.teacher is None}
         inputs |= {w for t in terms for w in t.row_weights if isinstance(w, str)}
-        teachers = _teachers(own) or _teachers(metrics)  # a metric takes that of the terms
-        theirs = [p.name for p in parameters if p.teacher in teachers or (p.fact and p.fact.teacher in teachers)]
+        teachers = _teachers(term_calls) or _teachers(metrics)  # metrics use the terms' teachers
+        of_teachers = [p.name for p in parameters if p.teacher in teachers or (p.fact and p.fact.teacher in teachers)]
         return cls(
             inputs, any(call.wants("segments") for call in calls),
             {t.reduction_segments for t in terms if t.reduction_segments}, {t.targets for t in terms if t.targets},
-            teachers, any(name in (*TEACHER_INPUTS, *SPARSE) for name in theirs),
+            teachers, any(name in (*TEACHER_INPUTS, *SPARSE) for name in of_teachers),
         )  # fmt: skip
 
     def named(self, teachers: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _teachers(calls: Sequence[Call]) -> set[str]:
 
 
 def example(name: str, N: int, S: int, logprob: Tensor, normal: Callable[..., Tensor]) -> Tensor:
-    """What a loss may be given for an input of this name, with N rows and S segments."""
+    """A value for an input of this name, with N rows and S segments."""
     if name == "pairs":
         return torch.arange(max(2, S // 2 * 2)).view(-1, 2)
     if name == "desirable":
@@ -145,7 +145,7 @@ def answer(
 
 
 def given(p: Problem, fn: Callable[..., Any] | None, teacher: str | None, source: Any) -> DenseCall:
-    """The call in the form that the dense computation takes."""
+    """The call as the dense computation takes it."""
     inputs = {} if fn is None or teacher else p.inputs(fn)
     kinds = {n: "row" if x.ndim and len(x) == len(p.targets) else "whole" for n, x in inputs.items()}
     teacher_source = p.teacher_of(teacher, source.tensors[0].dtype)

@@ -34,7 +34,7 @@ def clip_cov(logprob: Tensor, advantage: Tensor, draw: Tensor, old_logprob: Tens
     least < c < most, c = (A - mean A) (logprob - mean logprob): those that most lower the entropy (Cui et al. 2025).
 
     draw       one random number per row, torch.rand of the targets' shape; of the candidates the smallest are taken
-    fraction   of the rows of this call, how many are taken: at least one.  What the clip stops is no candidate
+    fraction   of the rows of this call, how many are taken: at least one.  Tokens that the clip stops are no candidates
 
     In trainers: verl clip_cov, which draws within the loss."""
 
@@ -168,7 +168,7 @@ def gspo_token(logprob: Tensor, advantage: Tensor, segments: Segments, old_logpr
 
 def jsd(logp: Tensor, logq: Tensor, *, beta: float = 0.5) -> Tensor:
     """beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p, for 0 < beta < 1: generalised Jensen-Shannon
-    (Agarwal et al. 2024).  Its ends are 0, not the two KLs, so they are refused."""
+    (Agarwal et al. 2024).  At beta = 0 and 1 this is 0, neither of the two KLs, so both raise ValueError."""
 
 def kimi(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, *, beta: float = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
     """-A logprob + beta / 2 d^2, d = logprob - old: a squared step in place of a clip (Kimi k1.5, 2025; DRO, Richemond
@@ -257,7 +257,7 @@ def simpo(logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 2
     """-(1 - e) log sigmoid(m) - e log sigmoid(-m), m = beta (chosen - rejected) - gamma on the segments' means x of
     logprob, e = label_smoothing: no reference, a margin gamma instead (Meng et al. 2024).
 
-    alpha   not 0: on (1 - e^(-alpha x)) / alpha in place of x (AlphaPO, Gupta et al. 2025)
+    alpha   not 0: (1 - e^(-alpha x)) / alpha in place of x (AlphaPO, Gupta et al. 2025)
 
     `pairs` (P, 2) holds the chosen and the rejected segment's number.
 
@@ -271,8 +271,8 @@ def soft_cross_entropy(logp: Tensor, logq: Tensor) -> Tensor:
     need not sum to 1 (tail="none")."""
 
 def topr(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A logprob where A > 0, -sg(min(r, 1)) A logprob elsewhere, r = exp(logprob - old): what was good is imitated,
-    what was bad is left alone once it has become unlikely (Le Roux et al. 2025), token by token."""
+    """-A logprob where A > 0, -sg(min(r, 1)) A logprob elsewhere, r = exp(logprob - old): imitates good
+    samples, and leaves bad ones alone once they have become unlikely (Le Roux et al. 2025), token by token."""
 
 def tvd(logp: Tensor, logq: Tensor) -> Tensor:
     """sum_j |p_j - q_j| / 2: total variation distance (Wen et al. 2023)."""
@@ -282,7 +282,7 @@ def uld(top_logprob: Tensor, foreign_logprob: Tensor, *, rest: str = 'bucket') -
     matched, so the teacher may have another tokenizer (universal logit distillation, Boizard et al. 2024).
 
     `foreign_logprob` (rows, J) is an input, the teacher's J largest log-probabilities in any order, -inf for none:
-    `hl.topk(teacher, J).logprobs`.  Of the student's there are K, `hl.Term(uld, top=K)`, or 8 if the term does not say.
+    `hl.topk(teacher, J).logprobs`.  The student's are its K largest, `hl.Term(uld, top=K)`; K is 8 by default.
 
     rest   "bucket": beyond min(K, J) the rest of both is one more outcome, |sum p - sum q|    "none": it is left out
 
@@ -298,7 +298,7 @@ def value_loss(value: Tensor, returns: Tensor, old_value: Tensor | None = None, 
     `value` is an input that requires grad, one number per row.  A value head of one column needs no input: its logit is
     the fact lse, so `hl.Term(value_loss, facts={"value": ("lse", 1.0)})` on `hl.Linear(hidden, value_head.weight)`.
 
-    huber   beyond this distance from R the error counts by its size, not its square: huber (|v - R| - huber / 2)
+    huber   beyond this distance from R the error counts linearly, not squared: huber (|v - R| - huber / 2)
 
     In trainers: verl compute_value_loss, OpenRLHF ValueLoss, AReaL ppo_critic_loss_fn, whose
     "huber" is huber=10; slime's has no 1/2."""
@@ -309,7 +309,7 @@ def vespo(logprob: Tensor, advantage: Tensor, segments: Segments, old_logprob: T
 
     sampler_high   makes the sampler's ratio a part of w: each token's exp(old - sampler_logprob), at most this
     sampler_low    and at least this
-    sampler_mask   a token's ratio outside of the two counts as 1e-8, which all but leaves its sequence out
+    sampler_mask   a token's ratio outside of the two counts as 1e-8, which nearly leaves its sequence out
 
     In trainers: TRL vespo; vllm_importance_sampling_clip_max, _clip_min and mode "token_mask" are the last three."""
 

@@ -9,7 +9,7 @@ def clip_cov(logprob, advantage, draw, old_logprob=None, *, low=0.2, high=0.2, f
     least < c < most, c = (A - mean A) (logprob - mean logprob): those that most lower the entropy (Cui et al. 2025).
 
     draw       one random number per row, torch.rand of the targets' shape; of the candidates the smallest are taken
-    fraction   of the rows of this call, how many are taken: at least one.  What the clip stops is no candidate
+    fraction   of the rows of this call, how many are taken: at least one.  Tokens that the clip stops are no candidates
 
     In trainers: verl clip_cov, which draws within the loss.
     """

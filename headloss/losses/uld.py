@@ -3,7 +3,7 @@ def uld(top_logprob, foreign_logprob, *, rest="bucket"):
     matched, so the teacher may have another tokenizer (universal logit distillation, Boizard et al. 2024).
 
     `foreign_logprob` (rows, J) is an input, the teacher's J largest log-probabilities in any order, -inf for none:
-    `hl.topk(teacher, J).logprobs`.  Of the student's there are K, `hl.Term(uld, top=K)`, or 8 if the term does not say.
+    `hl.topk(teacher, J).logprobs`.  The student's are its K largest, `hl.Term(uld, top=K)`; K is 8 by default.
 
     rest   "bucket": beyond min(K, J) the rest of both is one more outcome, |sum p - sum q|    "none": it is left out
 

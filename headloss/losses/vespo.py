@@ -11,7 +11,7 @@ def vespo(
 
     sampler_high   makes the sampler's ratio a part of w: each token's exp(old - sampler_logprob), at most this
     sampler_low    and at least this
-    sampler_mask   a token's ratio outside of the two counts as 1e-8, which all but leaves its sequence out
+    sampler_mask   a token's ratio outside of the two counts as 1e-8, which nearly leaves its sequence out
 
     In trainers: TRL vespo; vllm_importance_sampling_clip_max, _clip_min and mode "token_mask" are the last three.
     """

@@ -61,11 +61,7 @@ class _NotPlainError(Exception):
     """The function does more than compute tensors from its arguments."""
 
 
-_UNSUITABLE = {
-    torch.Tag.nondeterministic_seeded,
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-}
+_UNSUITABLE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class _Recorder(TorchDispatchMode):
