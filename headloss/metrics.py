@@ -310,7 +310,7 @@ def check_names(terms: Mapping[str, Any], metrics: Sequence[str]) -> None:
             )
     twice = next((name for i, name in enumerate(metrics) if name in metrics[:i]), None)
     if twice is not None:
-        raise ValueError(f"metrics: two are named {twice!r}; give them names of their own, metrics={{name: function}}")
+        raise ValueError(f"metrics: two are named {twice!r}; name each, metrics={{name: function}}")
 
 
 def retarget(call: Call, source_temperature: float | None, teachers: Mapping[str, Any]) -> Call:

@@ -143,7 +143,7 @@ def prepare(
     targets = tracked(targets)
     if vocab_ids is not None:
         if support is not None:
-            raise ValueError("support: a head with vocab_ids has a vocabulary of its own; leave out one of the two")
+            raise ValueError("support: a head with vocab_ids has its own vocabulary; leave out one of the two")
         ids = integers("vocab_ids", vocab_ids)
         if ids.ndim != 1 or ids.device != targets.device:
             got = f"shape {tuple(ids.shape)} on {ids.device}"

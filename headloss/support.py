@@ -47,7 +47,7 @@ class Support(Immutable):
     raise once the tensors have been written to.
     """
 
-    __slots__ = ("_copy", "_known", "cache", "given", "keys", "offsets", "padded", "rows")
+    __slots__ = ("_copy", "_known", "cache", "keys", "made_from", "offsets", "padded", "rows")
     keys: Tensor  # (E or more,) row << 32 | column, sorted; NONE after them
     offsets: Tensor  # (N + 1,)
     rows: int
@@ -55,11 +55,11 @@ class Support(Immutable):
     _known: Known | None
     cache: dict[str, Any]  # `places` for the targets of the last call
     padded: bool  # whether ids came padded, so that errors fit what the caller passed
-    given: tuple[tuple[str, Any, Snapshot], ...]  # the tensors it was made from: name, tensor, snapshot
+    made_from: tuple[tuple[str, Any, Snapshot], ...]  # name, tensor, snapshot
 
     def __init__(self, keys: Tensor, offsets: Tensor, numbers: Tensor | HostCopy, padded: bool) -> None:
         copy = numbers if isinstance(numbers, HostCopy) else HostCopy(numbers)
-        self._set(keys=keys, offsets=offsets, rows=len(offsets) - 1, padded=padded, given=())
+        self._set(keys=keys, offsets=offsets, rows=len(offsets) - 1, padded=padded, made_from=())
         self._set(_copy=copy, _known=None, cache={})
         if keys.device.type == "cpu":
             self.known()
@@ -67,7 +67,7 @@ class Support(Immutable):
     @classmethod
     def from_csr(cls, ids: Tensor, offsets: Tensor) -> Support:
         """Row n keeps `ids[offsets[n]:offsets[n + 1]]`."""
-        given = {"ids": ids, "offsets": offsets}
+        tensors = {"ids": ids, "offsets": offsets}
         ids, offsets = integers("ids", ids), integers("offsets", offsets)
         if ids.ndim != 1:
             raise ValueError(f"ids: wanted the kept columns of all rows in one dimension, got shape {tuple(ids.shape)}")
@@ -75,12 +75,12 @@ class Support(Immutable):
             raise ValueError(f"offsets: wanted (rows + 1,), from 0 to {len(ids)}, got shape {tuple(offsets.shape)}")
         _check_device(ids, offsets)
         row_E = torch.searchsorted(offsets[1:].contiguous(), torch.arange(len(ids), device=ids.device), right=True)
-        return cls(*_sorted(row_E, ids, offsets.clone()), False)._of(given)
+        return cls(*_sorted(row_E, ids, offsets.clone()), False)._from(tensors)
 
     @classmethod
     def from_padded(cls, ids: Tensor) -> Support:
         """Row n keeps the columns `ids[n]`, (..., K); entries of -1 are padding."""
-        given, ids = {"ids": ids}, integers("ids", ids)
+        tensors, ids = {"ids": ids}, integers("ids", ids)
         if ids.ndim < 2:
             raise ValueError(f"ids: wanted (rows, K), padded with -1, got shape {tuple(ids.shape)}")
         _check_device(ids, ids)
@@ -88,7 +88,7 @@ class Support(Immutable):
         present = flat != -1
         offsets = torch.nn.functional.pad(present.sum(-1).cumsum(0), (1, 0))
         row = torch.arange(len(flat), device=ids.device)[:, None].expand_as(flat)
-        return cls(*_sorted(row.reshape(-1), flat.reshape(-1), offsets, present.reshape(-1)), True)._of(given)
+        return cls(*_sorted(row.reshape(-1), flat.reshape(-1), offsets, present.reshape(-1)), True)._from(tensors)
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Support:
@@ -103,19 +103,19 @@ class Support(Immutable):
         flat = mask.flatten(0, -2)
         row_E, id_E = flat.nonzero(as_tuple=True)
         offsets = torch.nn.functional.pad(flat.sum(-1).cumsum(0), (1, 0))
-        return cls(*_sorted(row_E, id_E, offsets), True)._of({"mask": mask})
+        return cls(*_sorted(row_E, id_E, offsets), True)._from({"mask": mask})
 
-    def _of(self, given: dict[str, Tensor]) -> Support:
+    def _from(self, tensors: dict[str, Tensor]) -> Support:
         if torch.compiler.is_compiling():
             return self  # a graph counts no writes
-        large = "mask" in given  # do not keep a mask alive, nor a copy of it
+        large = "mask" in tensors  # do not keep a mask alive, nor a copy of it
         hold: Any = weakref.ref if large else lambda x: lambda: x
-        self._set(given=tuple((name, hold(x), snapshot(x, copied=not large)) for name, x in given.items()))
+        self._set(made_from=tuple((name, hold(x), snapshot(x, copied=not large)) for name, x in tensors.items()))
         return self
 
     def check_written(self) -> None:
         """Raise if the tensors that it was made from have been written to since."""
-        for name, tensor, before in self.given:
+        for name, tensor, before in self.made_from:
             x = tensor()
             if x is not None and not unchanged(before, x):
                 raise ValueError(

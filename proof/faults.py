@@ -304,7 +304,7 @@ FAULTS = [
     Fault("trace/trace.py", "if not agrees(graph, joint, examples()):", "if False:", "Python code that tells a trace from a call is traced", ("tests/trust/test_traces_are_the_function.py",)),
     Fault("trace/trace.py", "tuple([tuple(map(_without_divergence, s.parameters)) for s in call.signatures]),", "tuple(map(_without_divergence, call.signature.parameters)),", "row weights at another temperature share a trace", ("tests/trust/test_traces_are_the_function.py",)),
     Fault("trace/dynamic_shapes.py", "if _independent_of_sizes(graph, other):", "if True:", "a size of the trace stays in the graph of a loss of ours", ("tests/test_quick_trace.py",)),
-    Fault("trace/dynamic_shapes.py", 'return _record(function, given, "cpu")', "raise _NotPlainError", "the first kernels load torch's compiler to be printed", ("tests/test_quick_trace.py",)),
+    Fault("trace/dynamic_shapes.py", 'return _record(function, arguments, "cpu")', "raise _NotPlainError", "the first kernels load torch's compiler to be printed", ("tests/test_quick_trace.py",)),
     Fault("trace/dynamic_shapes.py", "if twins[a] is not b:", "if False:", "two recordings of unlike operations are taken for one", ("tests/test_quick_trace.py",)),
     Fault("trace/dynamic_shapes.py", "(a, b) not in sizes:", "False:", "a number made of a size stays in the graph of a loss of ours", ("tests/test_quick_trace.py",)),
     Fault("trace/dynamic_shapes.py", "flat[i] = a, sizes[a, b]", "pass", "the number of rows of a trace stays in the graph of a loss of ours", ("tests/test_quick_trace.py",)),

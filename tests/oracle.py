@@ -163,7 +163,7 @@ class View(dense.Dense):
         return FACTS[name](self.softmax(temperature)) if name in FACTS else super().fact(name, temperature, teacher)
 
     def reduced(self, term: hl.Term, values: Tensor, weight: Tensor | None = None) -> Tensor:
-        self.look_as(term)
+        self.show_to(term)
         values = values if weight is None else values * weight
         return (self.coefficients(term, len(values), weight) * values)[self.counts(len(values))].sum()
 

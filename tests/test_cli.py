@@ -190,7 +190,7 @@ def test_bench_wants_a_plot_that_can_be_drawn(tmp_path: Path) -> None:
 
 def test_bench_refuses_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     right = bench.headloss_ways("1MiB")["headloss, hidden"]
-    monkeypatch.setattr(bench, "own", lambda memory: {"off": lambda h, w, y: right(h, w, y) * 1.001})
+    monkeypatch.setattr(bench, "headloss_ways", lambda memory: {"off": lambda h, w, y: right(h, w, y) * 1.001})
     found = CliRunner().invoke(main, [*SMALL, "--json"])
     assert found.exit_code == 1
     off = next(w for w in json.loads(found.stdout)["heads"][0]["ways"] if w["way"] == "off")
@@ -285,7 +285,7 @@ def test_check_notices_an_objective_that_is_off(own: str, name: str) -> None:
         ("{}", "wanted module:name"),
         ("{}:nothing", "has no 'nothing'"),
         ("no_such_module:a", "cannot import 'no_such_module'"),
-        ("{}.py:right", "wanted a module and no file; write"),
+        ("{}.py:right", "wanted a module, not a file; write"),
         ("{}:number", "wanted an Objective, a Term or a function, got int"),
         ("{}:right --dtype int8", "wanted one of float64"),
         ("{}:right --head both", "wanted one of linear, logits"),

@@ -18,17 +18,7 @@ from torch.nn.functional import linear
 
 from headloss.checks import dense_facts
 from headloss.checks.dense_facts import CLASSES, COMPARING, FLOOR, DenseSegments
-from headloss.checks.dense_records import (
-    IGNORE,
-    Answer,
-    DenseCall,
-    Part,
-    View,
-    mask_of,
-    measured,
-    teacher_rows,
-    to_columns,
-)
+from headloss.checks.dense_records import IGNORE, Answer, DenseCall, Part, View, mask_of, measured, to_columns, z_and_T
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
 from headloss.options import parameters_of
@@ -44,22 +34,22 @@ if TYPE_CHECKING:
 
 
 def answer(
-    objective: Objective, given: DenseCall, dtype: torch.dtype, leaves: Mapping[str, Tensor], rows: Any = None
+    objective: Objective, call: DenseCall, dtype: torch.dtype, leaves: Mapping[str, Tensor], rows: Any = None
 ) -> Answer:
     """Loss, terms, metrics and gradients.  `leaves` are the source's tensors and inputs in the dtype to compute in:
     float64 for the reference, the caller's for what plain PyTorch would get.  `rows`: a class in place of `Dense`."""
     own_targets = {t.targets for t in objective.terms.values() if t.targets is not None}
-    columns = lambda x: to_columns(given.source.vocab_ids, x, IGNORE)
-    given = given._replace(inputs={n: columns(x) if n in own_targets else x for n, x in given.inputs.items()})
-    dense = (rows or Dense)(given, dtype, leaves)
+    columns = lambda x: to_columns(call.source.vocab_ids, x, IGNORE)
+    call = call._replace(inputs={n: columns(x) if n in own_targets else x for n, x in call.inputs.items()})
+    dense = (rows or Dense)(call, dtype, leaves)
     numbers: dict[str, Part] = {}
-    loss, parts, scale = torch.zeros((), dtype=dtype, device=given.source.device), [], 0.0
+    loss, parts, scale = torch.zeros((), dtype=dtype, device=call.source.device), [], 0.0
     metric_values: dict[str, Any] = {}
     weight_of: dict[str, tuple[Tensor | None, str]] = {}  # a metric's row weight, and what it has one value for
     for name, term in objective.terms.items():
-        weight = (given.weights or {}).get(name, term.weight)
+        weight = (call.weights or {}).get(name, term.weight)
         if not isinstance(weight, Tensor) and weight == 0:
-            zero = torch.zeros((), dtype=dtype, device=given.source.device)
+            zero = torch.zeros((), dtype=dtype, device=call.source.device)
             numbers[f"term {name}"] = Part(zero, zero[None], 0.0)
             continue
         dense.show_to(term)
@@ -83,15 +73,15 @@ def answer(
     numbers["loss"] = Part(loss.detach(), torch.cat([*parts, loss.detach()[None] * 0]), scale)
     for name, x in metric_values.items():
         numbers[f"metric {name}"] = dense.metric(name, x, *weight_of.get(name, (None, "row")))
-    if given.source.vocab_ids is not None and given.targets is not None:
-        tokens = given.targets[given.targets != IGNORE]
-        lost = (to_columns(given.source.vocab_ids, tokens, IGNORE) == IGNORE).to(dtype).mean()
+    if call.source.vocab_ids is not None and call.targets is not None:
+        tokens = call.targets[call.targets != IGNORE]
+        lost = (to_columns(call.source.vocab_ids, tokens, IGNORE) == IGNORE).to(dtype).mean()
         numbers["metric vocab_missing"] = Part(lost, lost[None], 1.0)
     wanted = {n: x for n, x in leaves.items() if x.requires_grad}
     grads = {n: torch.zeros_like(x) for n, x in wanted.items()}
     if loss.requires_grad and wanted:
         found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-        grads |= {n: g * given.grad_scale for n, g in zip(wanted, found, strict=True) if g is not None}
+        grads |= {n: g * call.grad_scale for n, g in zip(wanted, found, strict=True) if g is not None}
     return Answer(numbers, grads)
 
 
@@ -100,34 +90,34 @@ class Dense:
 
     loss: Tensor  # once its terms are summed
 
-    def __init__(self, given: DenseCall, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> None:
-        self.given, self.dtype, source = given, dtype, given.source
+    def __init__(self, call: DenseCall, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> None:
+        self.call, self.dtype, source = call, dtype, call.source
         self.lead, ids = source.leading, source.vocab_ids
-        y = None if given.targets is None else to_columns(ids, given.targets, IGNORE)
+        y = None if call.targets is None else to_columns(ids, call.targets, IGNORE)
         valid = torch.ones(self.lead, dtype=torch.bool, device=source.device) if y is None else y.ne(IGNORE)
         self.valid, self.R = valid.reshape(-1), int(valid.sum())
         self.targets = self.main = None if y is None else self.rows(y).long()
         z_RV = self.logits(source, {n: leaves[n] for n in ("logits", "hidden", "weight", "bias") if n in leaves})
-        each = {n: t for n, t in given.teachers.items() if not isinstance(t, Sparse)}
-        both = {n: teacher_rows(t, lambda t: self.logits(t, {}), self.rows) for n, t in each.items()}
+        each = {n: t for n, t in call.teachers.items() if not isinstance(t, Sparse)}
+        both = {n: z_and_T(t, lambda t: self.logits(t, {}), self.rows) for n, t in each.items()}
         self.whole_z, self.teacher_T = ({n: pair[i] for n, pair in both.items()} for i in (0, 1))
         self.routes = {n: self.rows(t.route) >= 0 for n, t in each.items() if isinstance(t, Routed)}
         logq = lambda t: self.rows(t.logprobs.detach()).to(dtype)
-        few = {n: t for n, t in given.teachers.items() if isinstance(t, Sparse)}
+        few = {n: t for n, t in call.teachers.items() if isinstance(t, Sparse)}
         sparse = {n: dense_facts.merged(to_columns(ids, self.rows(t.ids).long(), -1), logq(t)) for n, t in few.items()}
         self.all = View(z_RV, {n: z if ids is None else z[:, ids] for n, z in self.whole_z.items()}, sparse)
         self.kept, self.mask_RV, self.missing_R = self.all, None, None
-        if given.support is not None:
-            mask_RV = mask_of(given.support, source.vocab)[self.valid]
+        if call.support is not None:
+            mask_RV = mask_of(call.support, source.vocab)[self.valid]
             if self.main is not None:
                 self.missing_R = ~mask_RV.gather(1, self.main[:, None])[:, 0]
                 mask_RV = mask_RV.scatter(1, self.main[:, None], True)
             self.kept, self.mask_RV = self.all.restricted(mask_RV), mask_RV
         self.show_to(None)
         self.segments: DenseSegments | None = None
-        if given.segments is not None:
-            self.segments = DenseSegments(self.rows(given.segments.ids).long(), given.segments.num_segments)
-        inputs = {n: leaves.get(f"input {n}", x) for n, x in given.inputs.items() if x is not None}
+        if call.segments is not None:
+            self.segments = DenseSegments(self.rows(call.segments.ids).long(), call.segments.num_segments)
+        inputs = {n: leaves.get(f"input {n}", x) for n, x in call.inputs.items() if x is not None}
         self.inputs = {n: self.input(n, x) for n, x in inputs.items()}
 
     def show_to(self, term: Term | None) -> None:
@@ -145,8 +135,8 @@ class Dense:
             return DenseSegments(self.rows(x.ids).long(), x.num_segments)
         if not isinstance(x, Tensor):
             kind = self.dtype if isinstance(x, float) else None
-            return torch.full((), x, dtype=kind, device=self.given.source.device)
-        x = self.rows(x) if self.given.kinds[name] == "row" else x.clone()
+            return torch.full((), x, dtype=kind, device=self.call.source.device)
+        x = self.rows(x) if self.call.kinds[name] == "row" else x.clone()
         return x.to(self.dtype) if x.is_floating_point() and x.dtype.itemsize < self.dtype.itemsize else x
 
     def logits(self, source: Source, leaves: Mapping[str, Tensor]) -> Tensor:
@@ -175,7 +165,7 @@ class Dense:
         return z / T
 
     def fact(self, name: str, temperature: float | None, teacher: str) -> Tensor:
-        s = self.at(self.z_RV, self.given.source.temperature, temperature)
+        s = self.at(self.z_RV, self.call.source.temperature, temperature)
         if name == "mean_logprob" and self.z_RV is self.kept.z_RV and self.mask_RV is not None:
             return torch.where(self.mask_RV, s.log_softmax(-1), 0.0).sum(-1) / self.mask_RV.sum(-1)
         if name not in COMPARING:
@@ -191,13 +181,13 @@ class Dense:
     def top_fact(self, term: Term | None, name: str, temperature: float | None) -> Tensor:
         """A fact at the likeliest columns; among equal logits, the lower column comes first."""
         assert term is not None and term.top is not None
-        s = self.at(self.z_RV, self.given.source.temperature, temperature)
+        s = self.at(self.z_RV, self.call.source.temperature, temperature)
         ids = self.z_RV.detach().sort(dim=-1, descending=True, stable=True).indices[:, : term.top]
         if name == "top_ids":
             return ids
         if name == "top_logprob":
             return s.log_softmax(-1).gather(1, ids)
-        logq, tokens = self.both(s, temperature, self.teacher_of(term))[1], self.given.source.vocab_ids
+        logq, tokens = self.both(s, temperature, self.teacher_of(term))[1], self.call.source.vocab_ids
         if tokens is not None and _is_divergence(term.fn) and term.tail == "none":
             logq = self.whole_logq(term)[:, tokens]
         logq = torch.nn.functional.pad(logq, (0, s.shape[1] - logq.shape[1]), value=FLOOR)
@@ -217,7 +207,7 @@ class Dense:
     def teacher_of(self, term: Term | None) -> str:
         if term is not None and term.teacher is not None:
             return term.teacher
-        return next((n for n in self.given.teachers if n != CANDIDATES), CANDIDATES)
+        return next((n for n in self.call.teachers if n != CANDIDATES), CANDIDATES)
 
     def ids_of(self, fn: Callable[..., Any], term: Term | None) -> str:
         """The name of the teacher whose ids the `ids_*` facts use, or IDS for the call's own ids."""
@@ -235,14 +225,14 @@ class Dense:
     def divergence(self, term: Term) -> tuple[Tensor, Mapping[str, Any]]:
         teacher = self.teacher_of(term)
         f = lambda p, q: term.fn(p.clamp(min=FLOOR), q.clamp(min=FLOOR), **term.options)
-        s = self.at(self.z_RV, self.given.source.temperature, term.temperature)
+        s = self.at(self.z_RV, self.call.source.temperature, term.temperature)
         if term.top is not None:
             logp, logq = (self.top_fact(term, n, term.temperature) for n in ("top_logprob", "teacher_top_logprob"))
             masses = {"student_mass": logp.exp().sum(-1), "teacher_mass": logq.exp().sum(-1)}
             if term.tail == "renormalise":
                 logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)
             return f(logp, logq).sum(-1), masses
-        tokens = self.given.source.vocab_ids
+        tokens = self.call.source.vocab_ids
         if teacher not in self.sparse and tokens is not None and term.tail != "renormalise":
             u = self.whole_logq(term)  # of which the head has some tokens
             value, others = f(s.log_softmax(-1), u[:, tokens]).sum(-1), u.index_fill(1, tokens, -math.inf).logsumexp(-1)
@@ -250,17 +240,17 @@ class Dense:
         if teacher not in self.sparse:
             return f(*self.both(s, term.temperature, teacher)).sum(-1), {}
         ids, logq = self.sparse[teacher]
-        held = ids >= 0
+        present = ids >= 0
         if term.tail == "renormalise":
-            logp = s.gather(1, ids.clamp(min=0)).masked_fill(~held, -math.inf).log_softmax(-1).nan_to_num(nan=FLOOR)
+            logp = s.gather(1, ids.clamp(min=0)).masked_fill(~present, -math.inf).log_softmax(-1).nan_to_num(nan=FLOOR)
             norm = logq.logsumexp(-1, keepdim=True)
-            return torch.where(held, f(logp, logq - torch.where(norm > -math.inf, norm, 0.0)), 0.0).sum(-1), {}
+            return torch.where(present, f(logp, logq - torch.where(norm > -math.inf, norm, 0.0)), 0.0).sum(-1), {}
         at_ids = dense_facts.sparse_fact("ids_logprob", s, ids, logq)
-        value = torch.where(held, f(torch.where(held, at_ids, 0.0), torch.where(held, logq, 0.0)), 0.0).sum(-1)
-        p, q = (torch.where(held, x.exp(), 0.0).sum(-1) for x in (at_ids, logq))
+        value = torch.where(present, f(torch.where(present, at_ids, 0.0), torch.where(present, logq, 0.0)), 0.0).sum(-1)
+        p, q = (torch.where(present, x.exp(), 0.0).sum(-1) for x in (at_ids, logq))
         if term.tail == "bucket":
             tail, left = dense_facts.sparse_fact("tail_logprob", s, ids, logq), torch.log1p(-q.clamp(max=1.0))
-            rounding = math.log(torch.finfo(self.given.source.fact_dtype).eps)  # a call's mass of 1 leaves so much
+            rounding = math.log(torch.finfo(self.call.source.fact_dtype).eps)  # a call's mass of 1 leaves so much
             value = value + f(tail, torch.where(tail > FLOOR, left.clamp(min=rounding), left))
         return value, {"student_mass": p, "teacher_mass": q}
 
@@ -275,7 +265,7 @@ class Dense:
                 continue
             if p.name in CLASSES and weighs_classes(fn):
                 if (w := self.inputs.get("class_weight")) is not None:
-                    s = self.at(self.z_RV, self.given.source.temperature, temperature)
+                    s = self.at(self.z_RV, self.call.source.temperature, temperature)
                     found[p.name] = dense_facts.class_fact(p.name, w, s, self.targets)
             elif p.default is None and p.name in TOP and (term is None or term.top is None):
                 continue
@@ -307,8 +297,7 @@ class Dense:
                 reported |= {f"{names[-1]}{number}/{k}": x for k, x in metrics.items()}
             product = weight.detach() if product is None else product.double() * weight.detach().double()
         has_target = None if term.targets is None else self.inputs[term.targets] != IGNORE
-        has_teacher = self.routes.get(self.teacher_of(term)) if self.uses_teacher(term) else None
-        for counts in (has_target, has_teacher):
+        for counts in (has_target, self.routes.get(self.teacher_of(term)) if self.uses_teacher(term) else None):
             if counts is not None:
                 product = counts.to(self.dtype) if product is None else product * counts
         return product, reported
@@ -345,13 +334,13 @@ class Dense:
         if kind == "other":
             return ones / max(1, length)
         if kind == "segment":
-            return ones / at_least_1(self.given.num_segments, present.sum())
+            return ones / at_least_1(self.call.num_segments, present.sum())
         if term.reduction == "token_mean":
-            return ones / at_least_1(self.given.num_items, self.R)
+            return ones / at_least_1(self.call.num_items, self.R)
         segments = self.segments if term.reduction_segments is None else self.inputs[term.reduction_segments]
         assert segments is not None
         sizes = segments.counts
-        ones = ones / at_least_1(self.given.num_segments, (sizes > 0).sum())
+        ones = ones / at_least_1(self.call.num_segments, (sizes > 0).sum())
         if term.reduction == "seq_mean_token_mean":
             return ones / sizes.to(self.dtype)[segments.ids.clamp(min=0)]
         return ones if term.length is None else ones / term.length

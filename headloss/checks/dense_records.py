@@ -122,7 +122,7 @@ def to_columns(vocab_ids: Tensor | None, x: Tensor, none: int) -> Tensor:
     return torch.where(same.any(-1), same.int().argmax(-1), none)
 
 
-def teacher_rows(teacher: Any, logits: Callable[[Any], Tensor], rows: Callable[[Tensor], Tensor]) -> tuple[Tensor, Any]:
+def z_and_T(teacher: Any, logits: Callable[[Any], Tensor], rows: Callable[[Tensor], Tensor]) -> tuple[Tensor, Any]:
     """A dense teacher's logits on the rows that count, and its temperature; if routed, both per row."""
     if not isinstance(teacher, Routed):
         return logits(teacher), teacher.temperature

@@ -115,8 +115,8 @@ def verify(
     numbers: dict[str, Any] = {"num_items": num_items, "num_segments": num_segments}
     numbers |= {"weights": weights, "grad_scale": grad_scale}
     teacher = with_candidates(teacher, ids, source)
-    call = {"host_read": host_read, "teacher": teacher, "support": support, **numbers, **inputs}
-    plan = objective.explain(source, targets, segments=segments, **call)  # raises if an argument is wrong
+    kwargs = {"host_read": host_read, "teacher": teacher, "support": support, **numbers, **inputs}
+    plan = objective.explain(source, targets, segments=segments, **kwargs)  # raises if an argument is wrong
     prepared = isinstance(targets, Prepared)
     if isinstance(targets, Prepared):
         segments = targets.segments if segments is None else segments
@@ -132,12 +132,12 @@ def verify(
     _check_whole(source, groups, teacher)
     teachers: dict[str, Teacher] = named_teachers(teacher)
     kinds = _kinds(objective, source, segments, inputs)
-    given = DenseCall(source, targets, segments, teachers, *kinds, **numbers, support=support)
-    given, which = _choose_rows(given, rows)
+    call = DenseCall(source, targets, segments, teachers, *kinds, **numbers, support=support)
+    call, which = _choose_rows(call, rows)
     devices = [source.device] if source.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         options = Options(host_read, prepared, isinstance(teacher, Mapping))
-        return _compare(objective, given, options, which, _described(plan))
+        return _compare(objective, call, options, which, _described(plan))
 
 
 def _check_whole(source: Source, segments: Mapping[str, Segments | None], teacher: Any) -> None:
@@ -176,9 +176,9 @@ def _kinds(
     return {**inputs, **marked}, kinds
 
 
-def _choose_rows(given: DenseCall, most: int) -> tuple[DenseCall, str]:
+def _choose_rows(call: DenseCall, most: int) -> tuple[DenseCall, str]:
     """About `most` rows, in whole segments, and so many that their count equals no other size; and a text for it."""
-    source, targets, segments, pairs = given.source, given.targets, given.segments, given.inputs.get("pairs")
+    source, targets, segments, pairs = call.source, call.targets, call.segments, call.inputs.get("pairs")
     N = torch.Size(source.leading).numel()
     device = source.device
     valid = torch.ones(N, dtype=torch.bool, device="cpu") if targets is None else (targets != IGNORE).reshape(-1).cpu()
@@ -188,22 +188,22 @@ def _choose_rows(given: DenseCall, most: int) -> tuple[DenseCall, str]:
             if most >= N
             else torch.linspace(0, N - 1, most, dtype=torch.float64, device="cpu").round().long().unique()
         )
-        while len(keep) > 2 and _ambiguous(keep, valid, given, 0):
+        while len(keep) > 2 and _ambiguous(keep, valid, call, 0):
             keep = keep[:-1]
         which = f"{len(keep)} of {N} rows" if len(keep) < N else f"all {N} rows"
-        return (given if len(keep) == N else _on_rows(given, keep.to(device), None)), which
+        return (call if len(keep) == N else _on_rows(call, keep.to(device), None)), which
     ids = segments.ids.reshape(-1).cpu()
     order = list(range(segments.num_segments)) if pairs is None else pairs.reshape(-1).tolist()
-    chosen = _choose_segments(dict.fromkeys(order), ids, valid, given, most)
+    chosen = _choose_segments(dict.fromkeys(order), ids, valid, call, most)
     keep = torch.isin(ids, torch.tensor(chosen, device="cpu")).nonzero()[:, 0]
     every = len(keep) == N and len(chosen) == segments.num_segments
     which = f"{len(keep)} of {N} rows, {len(chosen)} of {segments.num_segments} segments"
-    return (given if every else _on_rows(given, keep.to(device), chosen)), which
+    return (call if every else _on_rows(call, keep.to(device), chosen)), which
 
 
-def _choose_segments(order: Any, ids: Tensor, valid: Tensor, given: DenseCall, most: int) -> list[int]:
+def _choose_segments(order: Any, ids: Tensor, valid: Tensor, call: DenseCall, most: int) -> list[int]:
     """Take segments in order until there are enough rows and no count equals another size; see `_ambiguous`."""
-    step = 2 if given.inputs.get("pairs") is not None else 1  # both of a pair
+    step = 2 if call.inputs.get("pairs") is not None else 1  # both of a pair
     chosen: list[int] = []
     order, rows = list(order), 0
     sizes = torch.bincount(ids[ids >= 0], minlength=max(order, default=0) + 1).tolist()
@@ -212,7 +212,7 @@ def _choose_segments(order: Any, ids: Tensor, valid: Tensor, given: DenseCall, m
         size = sum(sizes[s] for s in new)
         if chosen and rows + size > most:
             keep = torch.isin(ids, torch.tensor(chosen, device="cpu")).nonzero()[:, 0]
-            if not _ambiguous(keep, valid, given, len(chosen)):
+            if not _ambiguous(keep, valid, call, len(chosen)):
                 break
         if size:
             chosen += new
@@ -220,25 +220,25 @@ def _choose_segments(order: Any, ids: Tensor, valid: Tensor, given: DenseCall, m
     return sorted(chosen)
 
 
-def _ambiguous(keep: Tensor, valid: Tensor, given: DenseCall, segments: int) -> bool:
+def _ambiguous(keep: Tensor, valid: Tensor, call: DenseCall, segments: int) -> bool:
     """Whether the number of rows equals that of segments, pairs or columns, so that a shape would be ambiguous."""
     counts = {len(keep), int(valid[keep].sum())}
-    pairs = given.inputs.get("pairs")
-    others = {given.source.vocab} | ({segments} if segments else set()) | (set() if pairs is None else {len(pairs)})
+    pairs = call.inputs.get("pairs")
+    others = {call.source.vocab} | ({segments} if segments else set()) | (set() if pairs is None else {len(pairs)})
     return bool(counts & others)
 
 
-def _on_rows(given: DenseCall, keep: Tensor, chosen: Sequence[int] | None) -> DenseCall:
+def _on_rows(call: DenseCall, keep: Tensor, chosen: Sequence[int] | None) -> DenseCall:
     """The call on these rows, flattened; segments are renumbered."""
-    lead = len(given.source.leading)
+    lead = len(call.source.leading)
     rows = lambda x: x.reshape(-1, *x.shape[lead:])[keep]
-    segments, inputs = given.segments, dict(given.inputs)
+    segments, inputs = call.segments, dict(call.inputs)
     if segments is not None and chosen is not None:
         number = torch.full((segments.num_segments + 1,), -1, dtype=torch.long, device=keep.device)
         number[torch.tensor(chosen, device=keep.device)] = torch.arange(len(chosen), device=keep.device)
         segments = Segments(number[rows(segments.ids).long()], len(chosen))  # id -1 reads the last entry, -1
-    for name, x in given.inputs.items():
-        kind, inner = given.kinds[name], getattr(x, "value", x)
+    for name, x in call.inputs.items():
+        kind, inner = call.kinds[name], getattr(x, "value", x)
         if isinstance(x, Segments):  # of a reduction; segments left without rows do not count
             inner = Segments(rows(x.ids), x.num_segments)
         if kind == "row":
@@ -250,15 +250,15 @@ def _on_rows(given: DenseCall, keep: Tensor, chosen: Sequence[int] | None) -> De
             inner = inner[(inner >= 0).all(-1)]
         inputs[name] = inner if inner is getattr(x, "value", x) or not hasattr(x, "value") else type(x)(inner)
     teachers: dict[str, Any] = {}
-    for name, t in given.teachers.items():
+    for name, t in call.teachers.items():
         if isinstance(t, Routed):
             teachers[name] = Routed({n: of_rows(x, rows) for n, x in t.teachers.items()}, rows(t.route))
             continue
         teachers[name] = Sparse(rows(t.ids), rows(t.logprobs)) if isinstance(t, Sparse) else of_rows(t, rows)
-    targets = None if given.targets is None else rows(given.targets)
-    support = None if given.support is None else rows_of(given.support, keep)
-    source = of_rows(given.source, rows)
-    return given._replace(
+    targets = None if call.targets is None else rows(call.targets)
+    support = None if call.support is None else rows_of(call.support, keep)
+    source = of_rows(call.source, rows)
+    return call._replace(
         source=source, targets=targets, segments=segments, inputs=inputs, teachers=teachers, support=support
     )
 
@@ -277,27 +277,27 @@ class Options(NamedTuple):
     named: bool  # whether teachers were passed by name
 
 
-def _run(objective: Objective, given: DenseCall, label: str, options: Options, memory: int | None = None) -> Run:
+def _run(objective: Objective, call: DenseCall, label: str, options: Options, memory: int | None = None) -> Run:
     """Run the objective itself, on copies of the tensors."""
-    leaves = leaves_of(given, None)
+    leaves = leaves_of(call, None)
     tensors = {n: x for n, x in leaves.items() if not n.startswith("input ")}
-    source = given.source
+    source = call.source
     if isinstance(source, Logits) and source.inplace:
         tensors = {n: x.clone() for n, x in tensors.items()}  # a leaf cannot be overwritten
     source = replaced(source, **tensors, **({} if memory is None else {"memory": memory}))
     inputs: dict[str, Any] = {}
-    for name, x in given.inputs.items():
+    for name, x in call.inputs.items():
         inner = leaves.get(f"input {name}", getattr(x, "value", x))
         inner = inner.clone() if isinstance(inner, Tensor) and not inner.requires_grad else inner
         inputs[name] = type(x)(inner) if hasattr(x, "value") else inner
-    teacher: Any = dict(given.teachers) if options.named else next(iter(given.teachers.values()), None)
-    targets: Any = given.targets if given.targets is None else given.targets.clone()
-    support: Any = given.support
+    teacher: Any = dict(call.teachers) if options.named else next(iter(call.teachers.values()), None)
+    targets: Any = call.targets if call.targets is None else call.targets.clone()
+    support: Any = call.support
     if options.prepared:
-        targets, support = prepare(targets, given.segments, support=support, vocab_ids=source.vocab_ids), None
+        targets, support = prepare(targets, call.segments, support=support, vocab_ids=source.vocab_ids), None
     out = objective(
-        source, targets, segments=given.segments, num_items=given.num_items, num_segments=given.num_segments,
-        weights=given.weights, grad_scale=given.grad_scale, host_read=options.host_read, teacher=teacher,
+        source, targets, segments=call.segments, num_items=call.num_items, num_segments=call.num_segments,
+        weights=call.weights, grad_scale=call.grad_scale, host_read=options.host_read, teacher=teacher,
         support=support, **inputs,
     )  # fmt: skip
     wanted = {n: x for n, x in leaves.items() if x.requires_grad}
@@ -309,22 +309,22 @@ def _run(objective: Objective, given: DenseCall, label: str, options: Options, m
     return Run(label, numbers | {f"metric {n}": float(m) for n, m in out.metrics.items()}, grads)
 
 
-def _runs(objective: Objective, given: DenseCall, options: Options) -> Iterator[Run]:
-    yield _run(objective, given, "first call", options)
-    yield _run(objective, given, "later call", options)
-    source = given.source
+def _runs(objective: Objective, call: DenseCall, options: Options) -> Iterator[Run]:
+    yield _run(objective, call, "first call", options)
+    yield _run(objective, call, "later call", options)
+    source = call.source
     if isinstance(source, Linear):
         N = torch.Size(source.leading).numel()
-        per_row = source.row_bytes + sum(8 * t.vocab for t in given.teachers.values() if not isinstance(t, Sparse))
-        per_row += 8 * source.vocab * len(objective.terms) * ("class_weight" in given.inputs)  # as a teacher
-        yield _run(objective, given, "in chunks", options, max(1, N // 3) * per_row)
+        per_row = source.row_bytes + sum(8 * t.vocab for t in call.teachers.values() if not isinstance(t, Sparse))
+        per_row += 8 * source.vocab * len(objective.terms) * ("class_weight" in call.inputs)  # as a teacher
+        yield _run(objective, call, "in chunks", options, max(1, N // 3) * per_row)
 
 
-def _compare(objective: Objective, given: DenseCall, options: Options, which: str, plan: str) -> Verification:
-    plain = given._replace(inputs={n: getattr(x, "value", x) for n, x in given.inputs.items()})
-    fact_dtype, unchecked = given.source.fact_dtype, []
-    runs = list(_runs(objective, given, options))
-    wide = torch.float32 if given.source.device.type == "mps" else torch.float64
+def _compare(objective: Objective, call: DenseCall, options: Options, which: str, plan: str) -> Verification:
+    plain = call._replace(inputs={n: getattr(x, "value", x) for n, x in call.inputs.items()})
+    fact_dtype, unchecked = call.source.fact_dtype, []
+    runs = list(_runs(objective, call, options))
+    wide = torch.float32 if call.source.device.type == "mps" else torch.float64
     try:
         truth = answer(objective, plain, wide, leaves_of(plain, wide))
     except (RuntimeError, TypeError) as error:  # a function that fixes the dtype of its tensors
@@ -337,11 +337,11 @@ def _compare(objective: Objective, given: DenseCall, options: Options, which: st
     again = answer(objective, plain, wide, leaves_of(plain, wide))
     eager = truth if fact_dtype == torch.float64 else answer(objective, plain, fact_dtype, leaves_of(plain, None))
     nudged = truth if fact_dtype == torch.float64 else answer(objective, plain, wide, nudged_leaves(plain, wide))
-    judged = list(_judge(runs, truth, (eager, nudged), given.source))
+    judged = list(_judge(runs, truth, (eager, nudged), call.source))
     beyond = [c.what for c in judged if math.isinf(c.allowed)]
     unchecked += [f"the {what}, which overflows in plain PyTorch too" for what in beyond]
     compared = [_repeat(truth, again), *(c for c in judged if c.what not in beyond)]
-    found = {n: truth.grads.get(n) for n in (*tensors_of(given.source), *truth.grads)}
+    found = {n: truth.grads.get(n) for n in (*tensors_of(call.source), *truth.grads)}
     unchecked += [f"the gradient of {n}, which does not require grad" for n, g in found.items() if g is None]
     unchecked += [f"more than that the gradient of {n} is 0" for n, g in found.items() if g is not None and not g.any()]
     return Verification(tuple(compared), tuple(unchecked), which, plan)

@@ -29,7 +29,7 @@ from headloss.backends import resolve
 from headloss.checks.dense import Dense
 from headloss.checks.dense_facts import COMPARING
 from headloss.cli import own
-from headloss.cli.problem import Problem, Result, answer, given, leaves_of
+from headloss.cli.problem import Problem, Result, answer, dense_call, leaves_of
 from headloss.divergence import is_divergence
 from headloss.losses import LOSSES
 
@@ -75,7 +75,7 @@ def command(
 ) -> None:
     """Check every loss and path against float64 on this machine; exit code 1 if anything is off.
 
-    With --objective, check one of your own instead, on random data for whatever its signatures ask for.
+    With --objective, check your own instead, on random data for what its signatures ask for.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -177,7 +177,7 @@ def check_facts(p: Problem, want: tuple[str, ...], teacher: str | None) -> Itera
     def dense(kind: str, dtype: torch.dtype) -> Result:
         leaves = leaves_of(p, kind, dtype)
         source = _source(kind, leaves, {})
-        made = Dense(given(p, None, teacher, source), source.fact_dtype, leaves)
+        made = Dense(dense_call(p, None, teacher, source), source.fact_dtype, leaves)
         zeros = lambda x: x.new_zeros(len(p.targets)).masked_scatter(p.valid, x)
         return _pulled(p, {f: zeros(made.fact(f, None, "teacher")) for f in want}, leaves)
 

@@ -140,11 +140,11 @@ def answer(
     p: Problem, fn: Callable[..., Any], teacher: str | None, source: Any, leaves: dict[str, Tensor], dtype: torch.dtype
 ) -> Result:
     """The loss of one term, and its gradients, computed with every logit in memory."""
-    found = dense.answer(hl.Objective(term=fn), given(p, fn, teacher, source), dtype, leaves)
+    found = dense.answer(hl.Objective(term=fn), dense_call(p, fn, teacher, source), dtype, leaves)
     return Result({"loss": found.numbers["loss"].number}, {"loss": found.numbers["loss"].scale}, found.grads)
 
 
-def given(p: Problem, fn: Callable[..., Any] | None, teacher: str | None, source: Any) -> DenseCall:
+def dense_call(p: Problem, fn: Callable[..., Any] | None, teacher: str | None, source: Any) -> DenseCall:
     """The call as the dense computation takes it."""
     inputs = {} if fn is None or teacher else p.inputs(fn)
     kinds = {n: "row" if x.ndim and len(x) == len(p.targets) else "whole" for n, x in inputs.items()}

@@ -34,7 +34,7 @@ def portable_config(terms: Terms) -> Any:
 
 
 class Traits(NamedTuple):
-    """What a graph needs to know about an objective besides its content."""
+    """What a graph needs to know about an objective in addition to its content."""
 
     number: int  # its key in `_BY_NUMBER`
     unknown: tuple[str, ...]  # mutable state that its functions read, which keeps them out of a graph

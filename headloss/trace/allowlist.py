@@ -19,7 +19,7 @@ def is_immutable(x: Any) -> bool:
 
 
 def is_unpatched(name: str) -> bool:
-    """Whether nobody replaced this attribute of torch.Tensor since this module was imported."""
+    """Whether this attribute of torch.Tensor is the one that it had when this module was imported."""
     return getattr(torch.Tensor, name, None) is _TORCHS.get(name)
 
 

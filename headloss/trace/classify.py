@@ -167,7 +167,7 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
             continue
         elif not any(check(node, name, R, S) for check in (_is_elementwise, _is_in_rows, _is_lookup)):
             return "batch", f"{name} mixes rows"
-    return ("segment", f"rows meet through {through}") if through else ("row", "element-wise")
+    return ("segment", f"combines rows through {through}") if through else ("row", "element-wise")
 
 
 def changed_under_another_name(graph: fx.Graph, allowed: Iterable[str] = ()) -> str | None:

@@ -33,23 +33,23 @@ def trace_any_size(function: Callable[..., Any], examples: Examples, device: str
     return _trace_by_torch(function, examples(0, device), "symbolic")
 
 
-def trace_these_sizes(function: Callable[..., Any], given: Sequence[Tensor]) -> fx.GraphModule:
+def trace_these_sizes(function: Callable[..., Any], arguments: Sequence[Tensor]) -> fx.GraphModule:
     """The graph of a function of tensors, which may hold for no other sizes than theirs."""
     try:
-        return _record(function, given, "cpu")
+        return _record(function, arguments, "cpu")
     except _NotPlainError:
-        return _trace_by_torch(function, given, "real")
+        return _trace_by_torch(function, arguments, "real")
 
 
 def _trace_by_torch(
-    function: Callable[..., Any], given: Sequence[Any], mode: Literal["real", "symbolic"]
+    function: Callable[..., Any], arguments: Sequence[Any], mode: Literal["real", "symbolic"]
 ) -> fx.GraphModule:
     """Trace with torch's own tracer, in one thread at a time: it patches what the whole process shares."""
     from torch._dynamo import convert_frame  # two seconds, which only such a trace should pay
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with getattr(convert_frame, "compile_lock", _LOCK):  # torch.compile patches the same, and holds the first
-        return make_fx(function, tracing_mode=mode)(*given)
+        return make_fx(function, tracing_mode=mode)(*arguments)
 
 
 def distinct_sizes(used: Container[int]) -> list[int]:
@@ -109,16 +109,16 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-def _record(function: Callable[..., Any], given: Sequence[Any], device: str) -> fx.GraphModule:
+def _record(function: Callable[..., Any], arguments: Sequence[Any], device: str) -> fx.GraphModule:
     recorder = _Recorder(device)
-    for i, x in enumerate(given):
+    for i, x in enumerate(arguments):
         node = recorder.graph.placeholder(f"arg{i}")
         if isinstance(x, Tensor):
             recorder.add(x, node)
         elif type(x) is int:
             recorder.size_nodes[x] = node
     with recorder:
-        out = function(*given)
+        out = function(*arguments)
     flat, structure = tree_flatten(out)
     recorder.graph.output(tree_unflatten([recorder.node_of(x) for x in flat], structure))
     recorder.graph.eliminate_dead_code()

@@ -144,7 +144,7 @@ def read_signature(
     top: int | None = None,
     classes: str | None = None,
 ) -> Signature:
-    """The signature of a loss, metric or row-weight function; `facts` names facts at temperatures of their own.
+    """The signature of a loss, metric or row-weight function; `facts` names facts at other temperatures.
 
     `compared_at`: the temperature of facts that compare with a teacher, if it differs from that of the others.
     `inputs`: parameters that take an input of another name; they are then required.  `ids`: the teacher whose ids the

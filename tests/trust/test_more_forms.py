@@ -154,10 +154,10 @@ def test_a_method_put_on_tensors_before_the_import() -> None:
         torch.Tensor.softplus = lambda self: -config["x"] * self
         import math
         math.expm1 = lambda x: x
-        from headloss.trace.function_reads import reads
-        assert "softplus" in reads(lambda logprob: logprob.softplus()).unknown[0]
-        assert reads(lambda logprob: math.expm1(2.0) * logprob).unknown == ()  # as its code is: it reads nothing
-        assert reads(lambda logprob: logprob.exp()).unknown == ()
+        from headloss.trace.function_reads import reads_of
+        assert "softplus" in reads_of(lambda logprob: logprob.softplus()).unknown[0]
+        assert reads_of(lambda logprob: math.expm1(2.0) * logprob).unknown == ()  # as its code is: it reads nothing
+        assert reads_of(lambda logprob: logprob.exp()).unknown == ()
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
