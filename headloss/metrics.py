@@ -30,7 +30,7 @@ from headloss.options import shown
 from headloss.sources import Sparse
 from headloss.term import Term
 from headloss.trace.call import Call
-from headloss.trace.signature import CANDIDATES, function_name, passed_teachers, read_signature, suggest
+from headloss.trace.signature import CANDIDATES, function_name, passed_names, read_signature, suggest
 
 
 def accuracy(argmax: Tensor, targets: Tensor) -> Tensor:
@@ -318,7 +318,7 @@ def retarget(call: Call, source_temperature: float | None, teachers: Mapping[str
     if isinstance(call.fn, Term):
         term = call.fn.call(source_temperature, teachers)
         return term._replace(fn=_values_only(term.fn))
-    passed, ids = passed_teachers(teachers), CANDIDATES if CANDIDATES in teachers else None
+    passed, ids = passed_names(teachers), CANDIDATES if CANDIDATES in teachers else None
     teacher, fn = passed[0] if len(passed) == 1 else None, call.fn
     if not (teacher or ids) or not any(p.teacher or (p.fact and p.fact.teacher) for p in call.signature.parameters):
         return call

@@ -295,17 +295,15 @@ def row_facts(
         found, constants = split_call(call)
         wanted = (want,) if isinstance(want, str) else want
         asked = tuple(x if isinstance(x, str) else tuple(map(constant, x)) for x in wanted)
-        return graph.read_facts(_fact_constants(constants, asked, backend, host_read), found)
+        return graph.read_facts(_constants(constants, asked, backend, host_read), found)
     return _row_facts(source, targets, want, teacher, backend, host_read, top, support)
 
 
-def _fact_constants(
-    constants: tuple[Any, ...], want: tuple[Any, ...], backend: str, host_read: bool
-) -> graph.Constants:
+def _constants(constants: tuple[Any, ...], want: tuple[Any, ...], backend: str, host_read: bool) -> graph.Constants:
     return graph.constants_of(None, constants, want=want, backend=backend, host_read=host_read, direct=False)
 
 
-_fact_constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @uncompiled

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headloss.facts import Fact
 from headloss.metrics import Metric
-from headloss.trace.signature import passed_teachers
+from headloss.trace.signature import passed_names
 
 Key = str | tuple[str, float] | tuple[str, float | None, str]
 
@@ -95,7 +95,7 @@ def keys_of(facts: Collection[Fact]) -> tuple[Key, ...]:
     """Each fact's key: its name, with its temperature if it has one, and its teacher if there are several or two would
     clash.
     """
-    several = len(passed_teachers({f.teacher for f in facts} - {None})) > 1  # type: ignore[arg-type]
+    several = len(passed_names({f.teacher for f in facts} - {None})) > 1  # type: ignore[arg-type]
     keys: list[Key] = []
     for fact in facts:
         name = fact.name if fact.element is None else str(fact.element)

@@ -31,7 +31,7 @@ from headloss.trace.signature import (
     classes_of,
     counts_of,
     function_name,
-    passed_teachers,
+    passed_names,
     read_signature,
     share_of,
     suggest,
@@ -196,7 +196,7 @@ class Term(Immutable):
 
     def call(self, source_temperature: float | None, teachers: Mapping[str, Teacher]) -> Call:
         """The function ready to be called: its facts named, and a divergence in the form that suits its teacher."""
-        given = passed_teachers(teachers)
+        given = passed_names(teachers)
         name = self.teacher or (given[0] if len(given) == 1 else UNNAMED)
         sparse, draft, routed = (isinstance(teachers.get(name), kind) for kind in (Sparse, AtIds, Routed))
         ids = CANDIDATES if CANDIDATES in teachers and self.teacher is None else name

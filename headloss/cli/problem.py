@@ -19,7 +19,7 @@ from headloss.derived_teachers import Top
 from headloss.facts import FACTS
 from headloss.teachers import SPARSE
 from headloss.trace.call import Call
-from headloss.trace.signature import TEACHER_INPUTS, UNNAMED, passed_teachers
+from headloss.trace.signature import TEACHER_INPUTS, UNNAMED, passed_names
 
 ON_REQUEST = ("top_logprob", "class_weight", "class_mean", "class_cross_entropy")  # only with a Term or call that asks
 
@@ -116,7 +116,7 @@ class Asked(NamedTuple):
 
 def _teachers(calls: Sequence[Call]) -> set[str]:
     every = {name for call in calls for name in call.teachers}
-    return {*passed_teachers(every), *(of for name in every if name.startswith("top=") if (of := Top.named(name).of))}
+    return {*passed_names(every), *(of for name in every if name.startswith("top=") if (of := Top.named(name).of))}
 
 
 def example(name: str, N: int, S: int, logprob: Tensor, normal: Callable[..., Tensor]) -> Tensor:

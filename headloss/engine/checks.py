@@ -22,7 +22,7 @@ from headloss.terms import Terms
 from headloss.trace.call import Call, WrongValueError, inputs_of
 from headloss.trace.function_reads import is_ours
 from headloss.trace.gradient import check_constants
-from headloss.trace.signature import CANDIDATES, UNNAMED, passed_teachers, suggest
+from headloss.trace.signature import CANDIDATES, UNNAMED, passed_names, suggest
 from headloss.trace.trace import InputSpec, Trace
 
 
@@ -76,12 +76,12 @@ def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> N
             raise ValueError(f"ids: {label} asks for {what!r}, which a sparse teacher provides but ids= does not")
         if name == CANDIDATES and name not in teachers:
             raise ValueError(f"ids: {label} asks for them; pass ids=, (rows, K) columns of each row")
-        there = ", ".join(map(repr, passed_teachers(teachers))) or "none"
+        there = ", ".join(map(repr, passed_names(teachers))) or "none"
         if name not in teachers:
             if name != UNNAMED:
                 near = suggest(str(name), teachers)
                 raise ValueError(f"teacher: {label} looks at {name!r}, which was not passed (there are: {there}){near}")
-            which = "Term(teacher=...) must name one" if len(passed_teachers(teachers)) > 1 else "pass teacher=..."
+            which = "Term(teacher=...) must name one" if len(passed_names(teachers)) > 1 else "pass teacher=..."
             which += " or, for columns of your own, ids=..." * (what in ("ids_logprob", "ids_logit"))
             raise ValueError(f"teacher: {label} needs one for {what!r}; {which} (there are: {there})")
         if isinstance(teachers[name], Sparse) != sparse:

@@ -24,16 +24,7 @@ from headloss.sources import Linear, Source, Teacher
 from headloss.support import Support
 from headloss.teachers import SPARSE, TOP
 from headloss.trace.call import Call
-from headloss.trace.signature import (
-    CANDIDATES,
-    COMPARING,
-    UNNAMED,
-    Parameter,
-    Signature,
-    passed_teachers,
-    suggest,
-    top_of,
-)
+from headloss.trace.signature import CANDIDATES, COMPARING, UNNAMED, Parameter, Signature, passed_names, suggest, top_of
 
 
 def facts_sweep(
@@ -109,7 +100,7 @@ def _with_top(teacher: Any, want: Sequence[Any], top: int | None) -> Any:
         return teacher
     teachers = named_teachers(teacher)
     names = [x if isinstance(x, str) else next(iter(x)) for x in want]
-    given = passed_teachers(teachers)
+    given = passed_names(teachers)
     of = (given[0] if len(given) == 1 else UNNAMED) if "teacher_top_logprob" in names else None
     return {**teachers, top_of(top, of): Top(top, of)}
 
@@ -123,7 +114,7 @@ def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:
     if temperature is not None and not (is_number(temperature) and temperature > 0):
         raise ValueError(f"want: wanted a positive temperature for {name!r}, got {shown(temperature)}")
     if name in COMPARING:
-        given = passed_teachers(teachers)
+        given = passed_names(teachers)
         only = given[0] if len(given) == 1 else UNNAMED
         teacher = teacher or (CANDIDATES if name in SPARSE and CANDIDATES in teachers else only)
         if name in TOP:

@@ -40,7 +40,7 @@ CANDIDATES = (
 TEACHER_INPUTS = ("teacher_ids", "teacher_logprob")  # of a sparse teacher, (rows, K)
 
 
-def passed_teachers(teachers: Iterable[str]) -> list[str]:
+def passed_names(teachers: Iterable[str]) -> list[str]:
     """The teachers that the caller passed, without those made for the call."""
     return [x for x in teachers if x != CANDIDATES and not x.startswith(("targets=", "top=", "whole=", "classes@"))]
 

@@ -53,6 +53,9 @@ class InputSpec(NamedTuple):
         return (*lead, *[pairs if n == PAIRS else n for n in self.inner])
 
 
+InputSpecs = Mapping[str, InputSpec]
+
+
 class Trace(NamedTuple):
     """A term's class, the reason for it, and the graph of its cotangents if it has one."""
 
@@ -70,12 +73,7 @@ class Trace(NamedTuple):
 
 
 def trace(
-    call: Call,
-    inputs: Mapping[str, InputSpec],
-    dtype: torch.dtype,
-    device: str,
-    segmented: bool,
-    targetless: bool = False,
+    call: Call, inputs: InputSpecs, dtype: torch.dtype, device: str, segmented: bool, targetless: bool = False
 ) -> Trace:
     """The trace of a term, from a cache keyed by everything that the function reads and by the shape of the call."""
     device = "cpu" if device == "meta" else device  # on meta, some operations lose their derivative
@@ -210,7 +208,7 @@ def _trace(call: Call, row_by_row: bool, *how: Any) -> Trace:
         return Trace("batch", f"cannot be traced ({_first_line(error)})", row_by_row=row_by_row)
 
 
-def _fact_shape(fact: Fact, R: int, inputs: Mapping[str, InputSpec]) -> tuple[int, ...]:
+def _fact_shape(fact: Fact, R: int, inputs: InputSpecs) -> tuple[int, ...]:
     """(R,), or (R, K) for a fact at ids or at the likeliest columns."""
     wide = fact.name in ("ids_logprob", "ids_logit") or fact.name in TOP
     return (R, *inputs[f"teacher_ids of {fact.teacher}"].inner) if wide else (R,)
@@ -227,7 +225,7 @@ def _first_line(error: Exception) -> str:
 def _trace_once(
     call: Call,
     row_by_row: bool,
-    inputs: Mapping[str, InputSpec],
+    inputs: InputSpecs,
     dtype: torch.dtype,
     device: str,
     segmented: bool,
