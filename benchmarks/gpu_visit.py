@@ -36,7 +36,7 @@ from headloss.backends.triton.visit import SHAPES, SHARED, Arguments, Shape, vis
 from headloss.facts import Want
 from headloss.losses import cross_entropy, entropy_bonus, grpo, z_loss
 from headloss.metrics import read_metrics
-from headloss.trace.trace import Shape as Layout
+from headloss.trace.trace import InputSpec as Layout
 from headloss.trace.trace import trace
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -32,9 +32,9 @@ STACKS = {
     "fast_llm": ("Fast-LLM", "fast_llm.md"),
 }
 INNER = {  # methods that the package itself needs
-    "Objective.labels", "Objective.is_portable", "Term.call", "Term.content", "Term.row_weights", "Linear.gemm_dtype",
-    "Linear.is_fp16", "Linear.room", "VocabShard.columns", "Prepared.in_columns", "Routed.known", "Support.known",
-    "Support.check_written", "Support.check_call", "FastLLMLosses.name", "FastLLMLosses.metrics",
+    "Objective.constants_of", "Objective.is_portable", "Term.call", "Term.content", "Term.row_weights",
+    "Linear.gemm_dtype", "Linear.is_fp16", "Linear.room", "VocabShard.columns", "Prepared.in_columns", "Routed.known",
+    "Support.known", "Support.check_written", "Support.check_call", "FastLLMLosses.name", "FastLLMLosses.metrics",
     "Linear.row_bytes", "Linear.chunk_rows", "Linear.columns", "Logits.columns", "Segments.fitted",
     "Segments.local_counts", "Segments.counts_here", "Prepared.numbers", "Prepared.known", "Metric.parts",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Objectives as plain data, such as YAML or JSON: how a config is read and written.
+"""Objectives as plain data, such as YAML or JSON: reads and writes configs.
 
     terms:
       ce: cross_entropy
@@ -62,18 +62,18 @@ def read_config(
     metrics = config.get("metrics", ())
     if isinstance(metrics, str) or not isinstance(metrics, Sequence):
         raise TypeError(f"config: wanted metrics: a list of names, got {shown(metrics)}")
-    asked: dict[str, Any] = {}
+    requested: dict[str, Any] = {}
     for i, metric in enumerate(metrics):
         at = f"(at metrics[{i}])"
         if not isinstance(metric, str):
             raise TypeError(f"config: metrics: wanted names, got {shown(metric)} {at}")
-        if metric in asked:
+        if metric in requested:
             raise ValueError(f"config: metrics: {metric!r} is listed twice {at}")
-        asked[metric] = losses.get(metric, metric)
-        _placed(functools.partial(list, read_metrics({metric: asked[metric]})), "config", f"metrics[{i}]")
+        requested[metric] = losses.get(metric, metric)
+        _with_place(functools.partial(list, read_metrics({metric: requested[metric]})), "config", f"metrics[{i}]")
     backend = config.get("backend", "auto")
-    _placed(lambda: check_backend(backend), "config", "backend")
-    return read, asked, backend
+    _with_place(lambda: check_backend(backend), "config", "backend")
+    return read, requested, backend
 
 
 def _read_term(name: str, entry: Any, losses: Losses) -> Term:
@@ -100,16 +100,16 @@ def _read_term(name: str, entry: Any, losses: Losses) -> Term:
         named = [weight] if isinstance(weight, str) else weight
         found = [losses.get(w, w) if isinstance(w, str) else w for w in named]
         options["row_weight"] = found[0] if isinstance(weight, str) else found
-    return _placed(lambda: Term(known[loss], **options), f"config: term {name!r}", path, options)
+    return _with_place(lambda: Term(known[loss], **options), f"config: term {name!r}", path, options)
 
 
-def _placed(make: Callable[[], Any], label: str, path: str, keys: Mapping[str, Any] | None = None) -> Any:
-    """What `make` returns; its error gets the place in the config, down to the key if it names one of the `keys`."""
+def _with_place(make: Callable[[], Any], label: str, path: str, keys: Mapping[str, Any] | None = None) -> Any:
+    """The result of `make`; an error gets the place in the config, down to the key if it names one of the `keys`."""
     try:
         return make()
     except Exception as error:
-        named = re.match(r"(?:.*?: (?:no )?option ')?(\w+)", str(error))
-        path += f".{named[1]}" if named is not None and keys and named[1] in keys else ""
+        name = re.match(r"(?:.*?: (?:no )?option ')?(\w+)", str(error))
+        path += f".{name[1]}" if name is not None and keys and name[1] in keys else ""
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{label}: {error} (at {path})") from (None if isinstance(error, kind) else error)
 
@@ -158,15 +158,15 @@ def write_config(of: Terms, losses: Losses | None = None) -> dict[str, Any]:
 
 
 def _name_of(label: str, fn: Callable[..., Any], table: Losses) -> str:
-    """The name under which a table has this very function."""
+    """The name under which a table has this function."""
     own = function_name(fn)
     for name in (own, *table):
         if name in table and _same(table[name], fn):
             return name
-    known = " (its name is that of another function)" if own in table else ""
-    numbers = ", made with numbers of its own," if getattr(fn, "__closure__", None) else ""
+    clash = " (its name is that of another function)" if own in table else ""
+    numbers = ", which captures values," if getattr(fn, "__closure__", None) else ""
     raise ValueError(
-        f"{label}: {own!r}{numbers} is a function that from_config cannot find again{known}; name it, "
+        f"{label}: {own!r}{numbers} is a function that from_config cannot find again{clash}; name it, "
         f"to_config(losses={{name: function}}), and pass the same losses= to from_config"
     )
 
@@ -180,7 +180,7 @@ def _weight_name(label: str, weight: str | Callable[..., Any], losses: Losses) -
 
 
 def _same(x: Any, y: Any) -> bool:
-    """Whether these are one function.  Each lookup of a bound method makes a new object, so methods compare by ==."""
+    """Whether these are one function.  Each lookup of a bound method makes a new object, so we compare those by ==."""
     return x is y or (isinstance(y, types.MethodType) and x == y)
 
 

@@ -1,4 +1,4 @@
-"""Teachers that a call makes: a dense one read at the student's tokens only, and a row's own likeliest columns."""
+"""Teachers that a call derives: a dense one read at the student's tokens only, and a row's own likeliest columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from headloss.options import shown
 
 
-class Draft(NamedTuple):
+class AtIds(NamedTuple):
     """A dense teacher, read only at `ids`.  Its softmax is over those or, with `whole`, over its whole vocabulary."""
 
     teacher: Any
@@ -26,7 +26,7 @@ class Draft(NamedTuple):
 
 
 def whole_of(name: str) -> str:
-    """The name of a `Draft` whose softmax is over its whole vocabulary."""
+    """The name of a `AtIds` whose softmax is over its whole vocabulary."""
     return f"whole={name}"
 
 

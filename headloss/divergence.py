@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from headloss.kept import keep
+from headloss.bounded_cache import store
 from headloss.options import parameters_of
 from headloss.teachers import FLOOR
-from headloss.trace.cache_keys import Same
-from headloss.trace.call import guarded
+from headloss.trace.cache_keys import ByIdentity
+from headloss.trace.call import call_guarded
 from headloss.trace.classify import without_hooks
-from headloss.trace.function_reads import Reads, made_of_ours, ours, reads
+from headloss.trace.function_reads import Reads, is_ours, mark_all_ours, reads_of
 from headloss.trace.gradient import reach_of
 from headloss.trace.in_place import Buffer, InPlace, in_place
 from headloss.trace.signature import function_name
@@ -58,11 +58,11 @@ class Element:
 
     def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any], pure: bool = False) -> None:
         self.fn, self.options, self.pure = fn, dict(options), pure
-        self._key = (Same(fn), self.reads().key)
+        self._key = (ByIdentity(fn), self.reads().key)
 
     def reads(self) -> Reads:
         """What the function reads now besides log p and log q."""
-        return reads(self.fn, self.options, pure=self.pure)
+        return reads_of(self.fn, self.options, pure=self.pure)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Element) and self._key == other._key
@@ -79,7 +79,7 @@ class Element:
 
     def value(self, logp: Tensor, logq: Tensor) -> Tensor:
         given = {"logp": logp, "logq": logq}
-        value = guarded(self.fn, function_name(self.fn), given, lambda x: self.fn(*x.values(), **self.options))
+        value = call_guarded(self.fn, function_name(self.fn), given, lambda x: self.fn(*x.values(), **self.options))
         if not isinstance(value, Tensor) or value.shape != logp.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"{self}: wanted one value per element of log p, {tuple(logp.shape)}, got {got}")
@@ -90,14 +90,14 @@ class Element:
 
         `first`: a term is being made of it, so it is checked even if it is ours or `pure`.
         """
-        if not first and (self.pure or ours(self.fn)):
+        if not first and (self.pure or is_ours(self.fn)):
             return
         found = self.reads()
         if self.pure or found.unknown:
             self.check(of_many=first)
         elif found.key not in _CHECKED:
             self.check()
-            keep(_CHECKED, found.key, None, _MOST_KEPT)
+            store(_CHECKED, found.key, None, _MOST_KEPT)
 
     def check(self, of_many: bool = True) -> None:
         """Raise if a column's value depends on other columns: it would change with how rows and vocabulary are split.
@@ -111,7 +111,7 @@ class Element:
         try:
             whole, part = self.value(logp, logq), self.value(logp[:, 1:4], logq[:, 1:4])
             rows = [self.value(logp[i:], logq[i:]) for i in (1, 9, 13)]
-            times = [(MANY // 14, 1), (1, MANY // 5)] if of_many and not ours(self.fn) else []
+            times = [(MANY // 14, 1), (1, MANY // 5)] if of_many and not is_ours(self.fn) else []
             many = [(whole.repeat(n), self.value(logp.repeat(n), logq.repeat(n))) for n in times]
         except RuntimeError:  # for example, it holds tensors on another device
             return
@@ -124,7 +124,7 @@ class Element:
 
     def captured(self, device: torch.device) -> str:
         """In words, what the function reads besides log p and log q that requires grad; empty if nothing."""
-        if ours(self.fn) or not (self.pure or self.reads().unknown):
+        if is_ours(self.fn) or not (self.pure or self.reads().unknown):
             return ""
         with torch.enable_grad():
             logp = torch.full((1, 1), -1.0, dtype=torch.float32, device=device, requires_grad=True)
@@ -179,12 +179,12 @@ class Element:
 
     def _steps(self, like: Tensor) -> InPlace | None:
         """How to run one of our own functions without autograd."""
-        if not ours(self.fn) or isinstance(like, FakeTensor):
+        if not is_ours(self.fn) or isinstance(like, FakeTensor):
             return None
         key = self.reads().key, like.dtype
         made = _STEPS.get(key)
         if made is None:
-            made = keep(_STEPS, key, (in_place(functools.partial(self.fn, **self.options), like.dtype),), _MOST_KEPT)
+            made = store(_STEPS, key, (in_place(functools.partial(self.fn, **self.options), like.dtype),), _MOST_KEPT)
         return made[0]
 
 
@@ -200,11 +200,11 @@ def sparse_loss(fn: Callable[..., Any], tail: str) -> Callable[..., Any]:
 
 def _made(make: Callable[..., Any], fn: Callable[..., Any], *how: str) -> Callable[..., Any]:
     """The loss that `make` builds from a divergence; built once for our own, which read nothing that can change."""
-    if ours(fn) and not fn.__kwdefaults__:
+    if is_ours(fn) and not fn.__kwdefaults__:
         return _made_once(make, fn, *how)
     loss = _with_options(make(fn, *how), fn)
-    if ours(fn):
-        made_of_ours(loss)
+    if is_ours(fn):
+        mark_all_ours(loss)
     return loss
 
 

@@ -34,7 +34,7 @@ class HeadParallel(ParallelStyle):
         if device_mesh.ndim != 1:
             raise ValueError(f"device_mesh: wanted one dimension (the tensor-parallel one), got {device_mesh.ndim}")
         if isinstance(module, FSDPModule):
-            raise ValueError("module: fully_shard has cut its parameters already; parallelize_module comes before it")
+            raise ValueError("module: fully_shard has sharded it already; call parallelize_module before fully_shard")
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, DTensor):
                 if parameter.device_mesh != device_mesh or tuple(parameter.placements) != (Shard(0),):

@@ -16,8 +16,8 @@ def shift_labels(labels: Tensor, segments: Segments | None = None) -> Tensor:
     >>> shift_labels(torch.tensor([[5, 6, 7]]))
     tensor([[   6,    7, -100]])
     """
-    wide = integers("labels", labels)
-    labels = labels if labels.dtype.is_signed else wide  # an unsigned dtype cannot hold -100
+    as_int64 = integers("labels", labels)
+    labels = labels if labels.dtype.is_signed else as_int64  # an unsigned dtype cannot hold -100
     if labels.ndim < 1:
         raise ValueError("labels: wanted at least one dimension, got a scalar")
     targets = torch.full_like(labels, IGNORE)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headloss.deferred_checks import check_pending
 from headloss.metrics import KINDS, Metric
-from headloss.parallel.shard import all_gather, process_group, together
+from headloss.parallel.shard import all_gather, collective, process_group
 
 _PACKED = 1024  # ranks exchange numbers in multiples of this
 
@@ -25,10 +25,10 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, Metric] = {}
+        self._metrics: dict[str, Metric] = {}
 
     def __repr__(self) -> str:
-        return f"Meter({', '.join(self._held) or 'empty'})"
+        return f"Meter({', '.join(self._metrics) or 'empty'})"
 
     def add(self, metrics: Mapping[str, Metric]) -> Meter:
         if not isinstance(metrics, Mapping):
@@ -36,62 +36,62 @@ class Meter:
         for name, metric in metrics.items():
             if not isinstance(metric, Metric):
                 raise TypeError(f"metrics: {name!r} is {type(metric).__name__}, wanted the Metric of an output record")
-            held = self._held.get(name, metric)
-            if (held.kind, held.per) != (metric.kind, metric.per):
-                was, now = (f"{x.kind} per {x.per}" for x in (held, metric))
+            before = self._metrics.get(name, metric)
+            if (before.kind, before.per) != (metric.kind, metric.per):
+                was, now = (f"{x.kind} per {x.per}" for x in (before, metric))
                 raise ValueError(f"metrics: {name!r} is a {now} here and was a {was} before; give them other names")
-            self._held[name] = metric if name not in self._held else held + metric
+            self._metrics[name] = metric if name not in self._metrics else before + metric
         return self
 
     def compute(self, group: Any = None) -> dict[str, float]:
         """Every metric as a number, combined over the ranks of `group` if one is given: one collective, one copy."""
         group = process_group(group)
         check_pending(wait=True)
-        held, self._held = self._held, {}
-        strange: Tensor | None = None
+        metrics, self._metrics = self._metrics, {}
+        differing: Tensor | None = None
         if group is not None:
-            held, strange = _over_ranks(held, group)
-        values = [metric.value for metric in held.values()]
-        if strange is not None:
-            values.append(strange.to(values[0] if values else strange))
+            metrics, differing = _over_ranks(metrics, group)
+        values = [metric.value for metric in metrics.values()]
+        if differing is not None:
+            values.append(differing.to(values[0] if values else differing))
         numbers = torch.stack(values).tolist() if values else []
-        if strange is not None and (rank := numbers.pop()):
-            own = ", ".join(held) or "nothing"
+        if differing is not None and (rank := numbers.pop()):
+            own = ", ".join(metrics) or "nothing"
             raise ValueError(
                 f"Meter: ranks hold different metrics: this one has {own}, rank {int(rank) - 1} of the group others; "
                 f"every rank must add the same"
             )
-        return dict(zip(held, numbers, strict=True))
+        return dict(zip(metrics, numbers, strict=True))
 
 
-def _over_ranks(held: Mapping[str, Metric], group: Any) -> tuple[dict[str, Metric], Tensor]:
+def _over_ranks(metrics: Mapping[str, Metric], group: Any) -> tuple[dict[str, Metric], Tensor]:
     """The metrics combined over ranks, and 1 + the first rank that holds different metrics, or 0 if none does.
 
     One all-gather of all parts, padded so that its length does not depend on how many there are: ranks that hold
     different metrics, or none, can join it too.
     """
-    alike = dict(sorted(held.items()))  # the same order on all ranks
-    names = zlib.crc32("\n".join(f"{name} {m.kind}" for name, m in alike.items()).encode())
-    parts = [p.to(torch.float64) for m in alike.values() for p in m.parts]
+    in_order = dict(sorted(metrics.items()))  # the same order on all ranks
+    names = zlib.crc32("\n".join(f"{name} {m.kind}" for name, m in in_order.items()).encode())
+    parts = [p.to(torch.float64) for m in in_order.values() for p in m.parts]
     device = parts[0].device if parts else _device_of(group)
     packed = torch.zeros((1 + len(parts) + _PACKED - 1) // _PACKED * _PACKED, dtype=torch.float64, device=device)
     packed[0] = names
     if parts:
         packed[1 : 1 + len(parts)] = torch.stack(parts)
     everyone = packed.new_empty(torch.distributed.get_world_size(group), len(packed))
-    with together("gathering metrics"):
+    with collective("gathering metrics"):
         all_gather(everyone, packed, group).wait()
     combined = {"sum": everyone.sum(0), "min": everyone.amin(0), "max": everyone.amax(0)}
     result, i = {}, 1
-    for name, metric in alike.items():
+    for name, metric in in_order.items():
         chosen = combined[KINDS[metric.kind].combine][i : i + len(metric.parts)]
         result[name] = Metric(metric.kind, tuple(chosen.unbind()), metric.per)
         i += len(metric.parts)
     others = everyone[:, 0] != names
-    return {name: result[name] for name in held}, torch.where(others.any(), 1 + others.to(torch.float64).argmax(), 0)
+    return {name: result[name] for name in metrics}, torch.where(others.any(), 1 + others.to(torch.float64).argmax(), 0)
 
 
 def _device_of(group: Any) -> torch.device:
-    """The device of a rank that holds no tensors to take it from."""
+    """The device for a rank that has no metrics to take it from."""
     on_gpu = torch.distributed.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

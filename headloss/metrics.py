@@ -30,7 +30,7 @@ from headloss.options import shown
 from headloss.sources import Sparse
 from headloss.term import Term
 from headloss.trace.call import Call
-from headloss.trace.signature import IDS, function_name, passed, read_signature, suggest
+from headloss.trace.signature import CANDIDATES, function_name, passed_names, read_signature, suggest
 
 
 def accuracy(argmax: Tensor, targets: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def _sparse_agreement(argmax: Tensor, teacher_ids: Tensor, teacher_logprob: Tens
 
 def dead_rows() -> Tensor:
     """How often a row has no gradient, as with an advantage of 0 or a clipped ratio; NaN if a call computes none."""
-    raise AssertionError("made of the gradient, in `engine.run`")
+    raise AssertionError("computed from the gradient, in `engine.run`")
 
 
 NAMED = {fn.__name__: fn for fn in (accuracy, perplexity, teacher_agreement, dead_rows)}
@@ -64,7 +64,7 @@ DIVERGENCES: Mapping[str, Callable[..., Any]] = {name: fn for name, fn in LOSSES
 
 
 class _Kind(NamedTuple):
-    parts: tuple[str, ...]  # the sums over the values that count; see `Batch`
+    parts: tuple[str, ...]  # the sums over the values that count; see `MetricGroup`
     value: Callable[..., Tensor]
 
     @property
@@ -96,7 +96,7 @@ def _kinds_of(names: tuple[str, ...]) -> dict[str, str]:
     return {name: kind_of(name) for name in names if not name.endswith("/")}
 
 
-class Batch:
+class MetricGroup:
     """Metrics of the same rows, reduced together when the first of them is read.
 
     Dimension key:  M metrics   R values of each
@@ -110,31 +110,32 @@ class Batch:
         places: Sequence[int] | None = None,  # which row each has, if they are not in the order of the names
     ) -> None:
         self.names, self.kinds, self.places = names, _kinds_of(tuple(names)), places
-        self.held: tuple[Any, ...] | None = values_MR, weights_R  # until they are reduced; dropped at once, for threads
-        self.found: dict[str, tuple[Tensor, ...]] = {}
+        self.unreduced: tuple[Any, ...] | None = values_MR, weights_R  # dropped once reduced, not before: for threads
+        self.reduced: dict[str, tuple[Tensor, ...]] = {}
 
     def parts(self, name: str) -> tuple[Tensor, ...]:
-        held = self.held
-        if held is not None:
-            self.found = self._reduce(*held)
-            self.held = None
-        return self.found[name]
+        unreduced = self.unreduced
+        if unreduced is not None:
+            self.reduced = self._reduce(*unreduced)
+            self.unreduced = None
+        return self.reduced[name]
 
     def _reduce(self, values_MR: Callable[[], Tensor], weights_R: Tensor | None) -> dict[str, tuple[Tensor, ...]]:
-        """Reduce metrics that count the same rows together: those under a mask (`term/`), and the others."""
+        """Reduce metrics that count the same rows together: those with a mask (`term/`), and the others."""
         x_MR, places = values_MR(), dict(zip(self.names, self.places or range(len(self.names)), strict=True))
         masks = [name for name in self.names if name.endswith("/")]
-        under = {name: max((m for m in masks if name.startswith(m)), key=len, default=None) for name in self.kinds}
-        found: dict[str, tuple[Tensor, ...]] = {}
-        for mask in dict.fromkeys(under.values()):
+        mask_of = {name: max((m for m in masks if name.startswith(m)), key=len, default=None) for name in self.kinds}
+        reduced: dict[str, tuple[Tensor, ...]] = {}
+        for mask in dict.fromkeys(mask_of.values()):
             counted = None if weights_R is None else weights_R.reshape(-1) > 0
             if mask is not None:
-                own = x_MR[places[mask]] != 0
-                counted = own if counted is None else counted & own
-            found |= self._counted(x_MR, places, counted, {n: k for n, k in self.kinds.items() if under[n] == mask})
-        return {name: found[name] for name in self.kinds}
+                unmasked = x_MR[places[mask]] != 0
+                counted = unmasked if counted is None else counted & unmasked
+            kinds = {name: kind for name, kind in self.kinds.items() if mask_of[name] == mask}
+            reduced |= self._reduce_rows(x_MR, places, counted, kinds)
+        return {name: reduced[name] for name in self.kinds}
 
-    def _counted(
+    def _reduce_rows(
         self, x_MR: Tensor, places: Mapping[str, int], counted: Tensor | None, kinds: Mapping[str, str]
     ) -> dict[str, tuple[Tensor, ...]]:
         wide = _widest(x_MR.device)
@@ -155,12 +156,12 @@ class Batch:
 
 
 def _stacked(values: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """A copy of the values as rows of a matrix, and which of them has which row: several may be one tensor."""
+    """A copy of the values as rows of a matrix, and the row of each: several may be one tensor."""
     unique = {id(x): x for x in values}
     place = {key: i for i, key in enumerate(unique)}
     xs = [x.detach().reshape(-1) for x in unique.values()]
-    narrow = {x.dtype for x in xs}
-    same = len(narrow) == 1 and next(iter(narrow)).is_floating_point
+    dtypes = {x.dtype for x in xs}
+    same = len(dtypes) == 1 and next(iter(dtypes)).is_floating_point
     x_MR = torch.stack([x if same else x.to(_widest(x.device)) for x in xs])
     return x_MR, [place[id(x)] for x in values]
 
@@ -188,9 +189,9 @@ class Metric:
     __slots__ = ("_parts", "kind", "per")
     kind: str
     per: str  # "token", "segment" or "call": what it is averaged over
-    _parts: tuple[Tensor, ...] | tuple[Batch, str]
+    _parts: tuple[Tensor, ...] | tuple[MetricGroup, str]
 
-    def __init__(self, kind: str, parts: tuple[Tensor, ...] | tuple[Batch, str], per: str) -> None:
+    def __init__(self, kind: str, parts: tuple[Tensor, ...] | tuple[MetricGroup, str], per: str) -> None:
         self.kind, self._parts, self.per = kind, parts, per
 
     @classmethod
@@ -201,9 +202,9 @@ class Metric:
     def parts(self) -> tuple[Tensor, ...]:
         """The sums (or extremes) behind it, on the device."""
         parts = self._parts
-        if isinstance(parts[0], Batch):
-            batch, name = parts
-            self._parts = parts = batch.parts(name)
+        if isinstance(parts[0], MetricGroup):
+            group, name = parts
+            self._parts = parts = group.parts(name)
         return parts
 
     @property
@@ -238,10 +239,10 @@ class Metric:
 
 
 def measure(values: Mapping[str, Tensor], weights: Tensor | None, per: str) -> dict[str, Metric]:
-    """Metrics from values that belong to the same rows (segments, pairs); values of weight 0 do not count.
+    """Metrics from values of the same rows (or segments, or pairs); values of weight 0 do not count.
 
-    A name that ends in "/" is not a metric but a mask: it says which rows count in metrics whose names start with it.
-    If two masks match, the longer name wins.
+    A name that ends in "/" is a mask: it says which rows count in metrics whose names start with it.  If two masks
+    match, the longer name wins.
     """
     if all(name.endswith("/") for name in values):
         return {}
@@ -257,18 +258,18 @@ def measure_later(
     per: str,
     places: Sequence[int] | None = None,
 ) -> dict[str, Metric]:
-    """The same for (M, R) values that nobody else can write to: they are reduced when the first metric is read.
+    """The same for (M, R) values that nobody else can write to: they are reduced when a metric is first read.
 
     While a CUDA graph is captured they are reduced now, so that its replays reduce them too.
     """
-    batch = Batch(names, values_MR, weights, places)
-    if is_capturing() and batch.kinds:
-        batch.parts(next(iter(batch.kinds)))
-    return {name: Metric(kind, (batch, name), per) for name, kind in batch.kinds.items()}
+    group = MetricGroup(names, values_MR, weights, places)
+    if is_capturing() and group.kinds:
+        group.parts(next(iter(group.kinds)))
+    return {name: Metric(kind, (group, name), per) for name, kind in group.kinds.items()}
 
 
-def own_metrics(metrics: Any) -> Any:
-    """The metrics that were asked for, in a container that the caller cannot change."""
+def copied_metrics(metrics: Any) -> Any:
+    """The requested metrics, in a container that the caller cannot change."""
     if isinstance(metrics, Mapping):
         return dict(metrics)
     if isinstance(metrics, str) or not isinstance(metrics, Iterable):
@@ -303,7 +304,7 @@ def read_metrics(metrics: Any) -> Iterator[tuple[str, Call]]:
 
 
 def check_names(terms: Mapping[str, Any], metrics: Sequence[str]) -> None:
-    """Check that terms and metrics have keys of their own in the record; `term/metric` is a metric of a term's loss."""
+    """Check that no two terms or metrics share a key in the record; `term/metric` is a metric of a term's loss."""
     if "" in terms:
         raise ValueError("terms: one has an empty name; it keys terms and metrics")
     for i, name in enumerate((*terms, *metrics)):
@@ -315,16 +316,16 @@ def check_names(terms: Mapping[str, Any], metrics: Sequence[str]) -> None:
             )
     twice = next((name for i, name in enumerate(metrics) if name in metrics[:i]), None)
     if twice is not None:
-        raise ValueError(f"metrics: two are named {twice!r}; give them names of their own, metrics={{name: function}}")
+        raise ValueError(f"metrics: two are named {twice!r}; name each, metrics={{name: function}}")
 
 
 def retarget(call: Call, source_temperature: float | None, teachers: Mapping[str, Any]) -> Call:
     """The metric bound to the call's only teacher, in the form that this kind of teacher allows."""
     if isinstance(call.fn, Term):
         term = call.fn.call(source_temperature, teachers)
-        return term._replace(fn=_first(term.fn))
-    given, ids = passed(teachers), IDS if IDS in teachers else None
-    teacher, fn = given[0] if len(given) == 1 else None, call.fn
+        return term._replace(fn=_values_only(term.fn))
+    passed, ids = passed_names(teachers), CANDIDATES if CANDIDATES in teachers else None
+    teacher, fn = passed[0] if len(passed) == 1 else None, call.fn
     if not (teacher or ids) or not any(p.teacher or (p.fact and p.fact.teacher) for p in call.signature.parameters):
         return call
     if fn is teacher_agreement and isinstance(teachers.get(teacher or ""), Sparse):
@@ -333,12 +334,12 @@ def retarget(call: Call, source_temperature: float | None, teachers: Mapping[str
     return call._replace(fn=fn, signature=signature)
 
 
-def _first(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _values_only(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A loss's values, without the metrics that it returns."""
 
     def values(**arguments: Any) -> Any:
-        found = fn(**arguments)
-        return found[0] if isinstance(found, tuple) else found
+        result = fn(**arguments)
+        return result[0] if isinstance(result, tuple) else result
 
     return values
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def nest(x: Any, fn: Callable[..., Any], *others: Any, leaf: type = Tensor) -> Any:
-    """`fn` of each tensor, or other `leaf`, and of those at its place in `others`; what is none of these stays."""
+    """`fn` of each tensor (or other `leaf`) and of those in the same place of `others`; anything else is kept."""
     if x is None:
         return None
     if isinstance(x, leaf):
@@ -33,5 +33,5 @@ def cut(x: Any, part: slice) -> Any:
 
 
 def join(*xs: Any) -> Any:
-    """Structures that are alike, with their tensors concatenated."""
+    """Structures of the same form, with their tensors concatenated."""
     return xs[0] if len(xs) == 1 else nest(xs[0], lambda *ys: torch.cat(ys), *xs[1:])

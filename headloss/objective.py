@@ -37,8 +37,8 @@ from headloss.engine.row_facts import facts_sweep
 from headloss.engine.run import Head, SweptCall, facts_of, run
 from headloss.engine.weight_grad_into import check_weight_grad_into
 from headloss.graph import compiled as graph
-from headloss.graph.content import Traits, content_key, portable, traits
-from headloss.graph.recipe import describe
+from headloss.graph.content import Traits, content_key, portable_config, traits
+from headloss.graph.recipe import split_call
 from headloss.options import constant
 from headloss.prepared import Prepared, prepare
 from headloss.record import Facts, Output
@@ -159,7 +159,7 @@ class Objective(Terms):
             return (_on_columns if in_graph else _on_columns_uncompiled)(self, arguments, direct)
         if self.derives_inputs or "class_weight" in inputs:
             arguments = with_derived_inputs(self, arguments)
-        if arguments.support is None and graph.wanted(arguments.source, arguments.teacher, self.traits.unknown):
+        if arguments.support is None and graph.is_operator(arguments.source, arguments.teacher, self.traits.unknown):
             return graph.call(self, arguments, direct)
         return _uncompiled(self, arguments, direct)
 
@@ -221,15 +221,15 @@ class Objective(Terms):
             parts.append(f"metrics={[name for name, _ in self.metrics]}")
         return f"Objective({', '.join(parts)})"
 
-    def labels(self, key: str, constants: tuple[Any, ...], host_read: bool, direct: bool) -> graph.Labels:
+    def constants_of(self, key: str, constants: tuple[Any, ...], host_read: bool, direct: bool) -> graph.Constants:
         """The recipe of a call and the names of its results: a constant of the graph being traced."""
-        return graph.labels(self, constants, host_read=host_read, direct=direct)
+        return graph.constants_of(self, constants, host_read=host_read, direct=direct)
 
     def is_portable(self, key: str) -> bool:
         """Whether a recipe can describe all of it."""
-        return portable(self) is not None
+        return portable_config(self) is not None
 
-    labels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own decorator imports it
+    constants_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler would mark it
     is_portable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -290,20 +290,20 @@ def row_facts(
         source, targets, _, teacher, *_ = mapped.arguments
         how: dict[str, Any] = {"teacher": teacher, "top": top, "backend": backend, "host_read": host_read}
         return mapped.facts(row_facts(source, targets, want, **how))
-    if top is None and support is None and graph.wanted(source, teacher):
+    if top is None and support is None and graph.is_operator(source, teacher):
         call = CallArguments(source, targets, None, teacher, CallOptions(host_read=host_read), {})  # 2.8 wraps a dict
-        found, constants = describe(call)
+        found, constants = split_call(call)
         wanted = (want,) if isinstance(want, str) else want
         asked = tuple(x if isinstance(x, str) else tuple(map(constant, x)) for x in wanted)
-        return graph.read_facts(_labels(constants, asked, backend, host_read), found)
+        return graph.read_facts(_constants(constants, asked, backend, host_read), found)
     return _row_facts(source, targets, want, teacher, backend, host_read, top, support)
 
 
-def _labels(constants: tuple[Any, ...], want: tuple[Any, ...], backend: str, host_read: bool) -> graph.Labels:
-    return graph.labels(None, constants, want=want, backend=backend, host_read=host_read, direct=False)
+def _constants(constants: tuple[Any, ...], want: tuple[Any, ...], backend: str, host_read: bool) -> graph.Constants:
+    return graph.constants_of(None, constants, want=want, backend=backend, host_read=host_read, direct=False)
 
 
-_labels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @uncompiled

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headloss.kept import keep
+from headloss.bounded_cache import store
 
 _NAMES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "None": types.NoneType}
 _LARGEST = sys.float_info.max
 _BY_DEFAULT: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int, float), float: (float,), str: (str,)}
-_SAID = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", types.NoneType: "None"}
+_WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", types.NoneType: "None"}
 
 
 def parameters_of(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -47,16 +47,16 @@ def is_number(x: object) -> bool:
 
 
 def constant(x: Any) -> Any:
-    """A number as a constant of the graph that is being made, which may hold it as a symbol; all else unchanged."""
+    """A number that the graph being traced may hold as a symbol, as a constant; anything else unchanged."""
     if not torch.compiler.is_compiling() or not isinstance(x, (int, float)):
         return x
-    from torch.fx.experimental.symbolic_shapes import guard_scalar  # loads sympy, as a compiler has already
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # loads sympy, which a compiler has loaded already
 
     return guard_scalar(x)
 
 
 def shown(x: object) -> str:
-    """A value as text for a message: never long, and it never raises."""
+    """A value as short text for a message; never raises."""
     try:
         text = repr(x)
     except Exception:  # an integer of more than 4300 digits has no text
@@ -64,8 +64,8 @@ def shown(x: object) -> str:
     return text if len(text) <= 100 else f"{text[:80]}..."
 
 
-def kind_of(x: object) -> str:
-    """A tensor's shape, or the type of what is none, for a message."""
+def shape_or_type(x: object) -> str:
+    """A tensor's shape, or the type of anything else, for a message."""
     return f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
@@ -74,8 +74,8 @@ def check_option(label: str, parameter: inspect.Parameter, value: Any) -> Any:
     default = parameter.default
     kinds = _kinds(parameter)
     if not kinds:
-        return _unknown(label, default, value)
-    wanted = " or ".join(_SAID[kind] for kind in kinds if not (kind is int and float in kinds))
+        return _check_unknown(label, default, value)
+    wanted = " or ".join(_WORDS[kind] for kind in kinds if not (kind is int and float in kinds))
     if value is None or isinstance(value, (bool, str)):
         kind = next(k for k in (types.NoneType, bool, str) if isinstance(value, k))
         if kind in kinds:
@@ -100,16 +100,14 @@ def check_option(label: str, parameter: inspect.Parameter, value: Any) -> Any:
     return int(value) if isinstance(value, numbers.Integral) and int in kinds else number
 
 
-def _unknown(label: str, default: Any, value: Any) -> Any:
-    """Check an option of unknown type: refuse only what is certainly wrong, such as inf, or text where a number
-    belongs.
-    """
+def _check_unknown(label: str, default: Any, value: Any) -> Any:
+    """Check an option of unknown type: raise only for what is surely wrong, such as inf, or text for a number."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and not is_number(value):
         raise ValueError(f"{label}: wanted a finite number, got {shown(value)}")
     if default is None and isinstance(value, str) and _reads_as_number(value):
         hint = "YAML reads 3e-4 as text and 3.0e-4 as a number"
         raise TypeError(f"{label}: wanted a number, got the text {value!r}; {hint}")
-    return _copied(tuple(value) if isinstance(default, tuple) and isinstance(value, list) else value)
+    return _copy(tuple(value) if isinstance(default, tuple) and isinstance(value, list) else value)
 
 
 def _reads_as_number(text: str) -> bool:
@@ -122,29 +120,29 @@ def _reads_as_number(text: str) -> bool:
 
 def _kinds(parameter: inspect.Parameter) -> tuple[type, ...]:
     """The plain types that an option may have; empty if unknown."""
-    default, said = parameter.default, parameter.annotation
-    if said is parameter.empty:
+    default, annotation = parameter.default, parameter.annotation
+    if annotation is parameter.empty:
         return _BY_DEFAULT.get(type(default), ())
-    if isinstance(said, str):
-        found = [_NAMES.get(part.strip()) for part in said.split("|")]
+    if isinstance(annotation, str):
+        kinds = [_NAMES.get(part.strip()) for part in annotation.split("|")]
     else:
-        parts = typing.get_args(said) if isinstance(said, types.UnionType) else (said,)
-        found = [types.NoneType if part is None else part for part in parts]
+        parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+        kinds = [types.NoneType if part is None else part for part in parts]
     if default is None:
-        found.append(types.NoneType)
-    if any(kind not in _NAMES.values() for kind in found) or not (
-        default is parameter.empty or default is None or isinstance(default, tuple(found))  # type: ignore[arg-type]
-        or (isinstance(default, int) and float in found)
+        kinds.append(types.NoneType)
+    if any(kind not in _NAMES.values() for kind in kinds) or not (
+        default is parameter.empty or default is None or isinstance(default, tuple(kinds))  # type: ignore[arg-type]
+        or (isinstance(default, int) and float in kinds)
     ):  # fmt: skip
         return ()
-    return tuple(dict.fromkeys(found))  # type: ignore[arg-type]
+    return tuple(dict.fromkeys(kinds))  # type: ignore[arg-type]
 
 
-def _copied(x: Any) -> Any:
-    """Copy containers of plain Python, so that a later change by the caller has no effect here."""
+def _copy(x: Any) -> Any:
+    """Copies of Python containers, so that later changes by the caller have no effect."""
     if type(x) in (list, tuple, set, frozenset):
-        return type(x)(_copied(y) for y in x)
-    return {k: _copied(y) for k, y in x.items()} if type(x) is dict else x
+        return type(x)(_copy(y) for y in x)
+    return {k: _copy(y) for k, y in x.items()} if type(x) is dict else x
 
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -161,19 +159,19 @@ def parse_bytes(memory: str | int) -> int:
 
 
 def _size(memory: str) -> int:
-    if memory in _SEEN:
-        return _SEEN[memory]
+    if memory in _BYTES:
+        return _BYTES[memory]
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", memory)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f'memory: wanted bytes or a size such as "1GiB" or "200MB", got {memory!r}')
-    return keep(_SEEN, memory, int(float(match[1]) * _UNITS[match[2].lower()]), 64)
+    return store(_BYTES, memory, int(float(match[1]) * _UNITS[match[2].lower()]), 64)
 
 
-_SEEN: dict[str, int] = {}
+_BYTES: dict[str, int] = {}
 _size._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch 2.8 cannot trace `re`
 
 
 def check_temperatures(T: Any) -> None:
-    """Check one temperature, or one per row, if the host can read them without waiting."""
+    """Check one temperature, or one per row, if the host can read it without waiting."""
     if isinstance(T, Tensor) and T.is_cpu and not bool((T > 0).all() and T.isfinite().all()):
         raise ValueError(f"temperature: wanted positive and finite, got a smallest value of {float(T.min())}")

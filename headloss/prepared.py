@@ -1,4 +1,4 @@
-"""`prepare`: reads what the host must know of targets and segments ahead of a call, so that the call need not wait.
+"""`prepare`: reads what the host must know about targets and segments before a call, so that the call need not wait.
 
 Dimension key:  N rows, flat   S segments
 """
@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import Copy, Landing, check_later, defers, readable
+from headloss.deferred_checks import HostCopy, HostSlots, check_later, readable, should_defer
 from headloss.segments import Segments, integers
 from headloss.support import IGNORE, Support, check_counted, check_kind
 from headloss.support_layout import Places, places_of, remember
 from headloss.vocab_ids import Tokens, count, to_columns
-from headloss.writes import holds, is_uncounted, lasting, stamp
+from headloss.writes import is_untracked, snapshot, tracked, unchanged
 
-TWICE = "segments: given to the call, but its targets are prepared; give them to hl.prepare(targets, segments) alone"
+SEGMENTS_TWICE = (
+    "segments: given to the call, but its targets are prepared; give them to hl.prepare(targets, segments) alone"
+)
 WRITTEN = "were written to after hl.prepare read them; prepare them again"
 
 
@@ -28,8 +30,8 @@ class Stats(NamedTuple):
     low: int  # smallest and largest target among them
     high: int
     unassigned: int  # valid rows without a segment
-    stray: int  # the largest segment id, or an id below -1 if there is one
-    sorted: bool  # whether the valid rows' segment ids never fall
+    extreme_id: int  # the largest segment id, or one below -1 if there is any
+    sorted: bool  # whether the segment ids of the valid rows never decrease
     lengths: tuple[int, ...]  # valid rows of each segment
 
     @property
@@ -39,22 +41,22 @@ class Stats(NamedTuple):
     @classmethod
     def read(cls, numbers: Tensor) -> Stats:
         """From the numbers that `target_numbers` makes; this waits for the device."""
-        valid, low, high, *more = numbers.tolist()
-        unassigned, stray, *order = more or (0, -1, 0)
-        falls, *lengths = order or (1,)  # a kernel that counts does not check the order
-        return cls(valid, low, high, unassigned, stray, not falls, tuple(lengths))
+        valid, low, high, *by_segment = numbers.tolist()
+        unassigned, extreme_id, *order = by_segment or (0, -1, 0)
+        unsorted, *lengths = order or (1,)  # a kernel that counts does not check the order
+        return cls(valid, low, high, unassigned, extreme_id, not unsorted, tuple(lengths))
 
 
 class Prepared:
-    """Targets and segments, with the numbers that the host needs, read or on their way to it.  See `prepare`."""
+    """Targets and segments with the numbers that the host needs, or a copy of these on its way.  See `prepare`."""
 
-    __slots__ = ("_copy", "_stats", "places", "segments", "support", "targets", "tokens", "written")
+    __slots__ = ("_copy", "_stats", "places", "segments", "snapshots", "support", "targets", "tokens")
 
     def __init__(
         self,
         targets: Tensor,
         segments: Any,
-        numbers: Tensor | Copy,
+        numbers: Tensor | HostCopy,
         support: Support | None = None,
         places: Places | None = None,
         tokens: Tokens | None = None,
@@ -63,19 +65,19 @@ class Prepared:
         self.targets, self.segments, self.support, self.places = targets, segments, support, places
         if support is not None and places is not None:
             remember(support, targets, places)
-        self._copy = numbers if isinstance(numbers, Copy) else Copy(numbers)
+        self._copy = numbers if isinstance(numbers, HostCopy) else HostCopy(numbers)
         self._stats: Stats | None = None
-        read = [("targets", targets)]
-        read += [] if segments is None else [("segments", segments.ids)]
-        read += [] if tokens is None else [("vocab_ids", tokens.vocab_ids)]
-        self.written = tuple([(name, x, stamp(x)) for name, x in read])
+        tensors = [("targets", targets)]
+        tensors += [] if segments is None else [("segments", segments.ids)]
+        tensors += [] if tokens is None else [("vocab_ids", tokens.vocab_ids)]
+        self.snapshots = tuple([(name, x, snapshot(x)) for name, x in tensors])
 
     def __reduce__(self) -> Any:
         self.check()
         return Prepared, (self.targets, self.segments, self.numbers, self.support, self.places, self.tokens)
 
     def in_columns(self) -> Prepared:
-        """The same for a call on the head's own columns."""
+        """The same targets for a call whose targets are columns of the head, not tokens."""
         self.check()
         return Prepared(self.targets, self.segments, self._copy)
 
@@ -91,15 +93,15 @@ class Prepared:
         return self._stats
 
     def known(self) -> Stats:
-        """The numbers that were read; raises if the tensors have been written to since."""
+        """`stats`; raises if the tensors have been written to since they were read."""
         self.check()
         return self._stats or self.stats
 
     def check(self) -> None:  # does not wait for the numbers
         if torch.compiler.is_compiling():  # a graph reads no version: see `check_prepared`
             return
-        for name, x, was in self.written:
-            if not holds(was, x):
+        for name, x, before in self.snapshots:
+            if not unchanged(before, x):
                 raise ValueError(f"{name}: {WRITTEN}")
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Prepared:
@@ -122,7 +124,7 @@ def prepare(
     vocab_ids: Tensor | None = None,
     non_blocking: bool = False,
 ) -> Prepared:
-    """Read what the host must know about the targets now, so that the training step need not.
+    """Read now what the host must know about the targets, so that the training step need not wait for it.
 
     In a data loader, on the CPU:
 
@@ -132,31 +134,31 @@ def prepare(
     For targets on a GPU, `non_blocking=True` starts a copy and returns; the call that needs the numbers waits for that
     copy alone.  Start it before the model's forward, and it is done by the time the head runs.
 
-    `vocab_ids`: those of the head that the targets are for, if it has any.
+    `vocab_ids`: those of the head, if it has any.
     """
     targets, tokens = integers("targets", targets), None
     if support is not None:
         check_kind(support)
         support.check_written()
-    targets = lasting(targets)
+    targets = tracked(targets)
     if vocab_ids is not None:
         if support is not None:
-            raise ValueError("support: a head with vocab_ids has a vocabulary of its own; leave out one of the two")
+            raise ValueError("support: a head with vocab_ids has its own vocabulary; leave out one of the two")
         ids = integers("vocab_ids", vocab_ids)
         if ids.ndim != 1 or ids.device != targets.device:
             got = f"shape {tuple(ids.shape)} on {ids.device}"
             raise ValueError(f"vocab_ids: wanted one token per column on {targets.device}, got {got}")
         counted = count(targets != IGNORE)
         targets, lost = to_columns(ids, targets, IGNORE, "targets")
-        tokens = Tokens(lasting(ids), count(lost), counted, lost, ids.clone())
+        tokens = Tokens(tracked(ids), count(lost), counted, lost, ids.clone())
     if segments is not None:
         if not isinstance(segments, Segments):
             raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}")
         segments = segments.fitted(tuple(targets.shape), targets.device)
-        if is_uncounted(segments.ids):
-            segments = Segments(lasting(segments.ids), segments.num_segments, None, segments.group, segments.anywhere)
+        if is_untracked(segments.ids):
+            segments = Segments(tracked(segments.ids), segments.num_segments, None, segments.group, segments.anywhere)
     numbers = target_numbers(targets, segments)
-    copy, places = Copy(numbers) if non_blocking else numbers.cpu(), None
+    copy, places = HostCopy(numbers) if non_blocking else numbers.cpu(), None
     if support is not None and non_blocking and support.keys.is_cuda:  # places would wait for the support's sizes
         check_counted(support, targets)
     elif support is not None:
@@ -170,49 +172,48 @@ def target_numbers(targets: Tensor, segments: Segments | None) -> Tensor:
     flat = targets.reshape(-1)
     valid = flat != IGNORE
     big = torch.iinfo(flat.dtype).max
-    counted = [
-        valid.sum(),
+    low_high = [
         flat.masked_fill(~valid, big).min() if len(flat) else valid.sum(),
         flat.masked_fill(~valid, 0).max() if len(flat) else valid.sum(),
     ]
-    parts = [torch.stack([x.long() for x in counted])]
+    parts = [torch.stack([x.long() for x in (valid.sum(), *low_high)])]
     if ids is not None and segments is not None:
-        held = ids.masked_fill(~valid, -1)
-        falls = (held.masked_fill(held < 0, 0).cummax(0).values > held) & (held >= 0) if len(flat) else held > 0
+        valid_ids = ids.masked_fill(~valid, -1)
+        falls = (valid_ids.clamp(min=0).cummax(0).values > valid_ids) & (valid_ids >= 0) if len(flat) else valid
         low, high = ids.aminmax() if len(ids) else (ids.new_full((), -1), ids.new_full((), -1))
-        stray = torch.where(low < -1, low, high)
-        parts.append(torch.stack([(valid & (ids < 0)).sum(), stray.long(), falls.any().long()]))
-        inside = held.clamp(max=segments.num_segments - 1)
+        extreme_id = torch.where(low < -1, low, high)
+        parts.append(torch.stack([(valid & (ids < 0)).sum(), extreme_id.long(), falls.any().long()]))
+        inside = valid_ids.clamp(max=segments.num_segments - 1)
         parts.append(Segments(inside, segments.num_segments).counts.long())
     return torch.cat(parts)
 
 
 def check_prepared(numbers: Tensor, targets: Tensor, segments: Segments | None) -> None:
-    """In a graph, where writes to a tensor go unnoticed: check that the numbers still are those of the targets."""
+    """In a graph, where nothing notices writes to a tensor: check that the numbers still are those of the targets."""
 
-    def check(now: Tensor) -> None:
-        if not torch.equal(now, numbers[: len(now)]):
+    def check(current: Tensor) -> None:
+        if not torch.equal(current, numbers[: len(current)]):
             raise ValueError(f"targets or segments: {WRITTEN}")
 
-    if defers(targets.device):  # only the targets' range and count, which are cheap
+    if should_defer(targets.device):  # only the targets' range and count, which are cheap
         check_later(target_numbers(targets, None), check)
     elif targets.device.type == "cpu":
         check(target_numbers(targets, segments))
 
 
 def check_targets_later(
-    numbers: Tensor | Landing, vocab: int, segments: Segments | None = None, needed: str | None = None
+    numbers: Tensor | HostSlots, vocab: int, segments: Segments | None = None, needed: str | None = None
 ) -> None:
-    """Check what `target_numbers` found once it has reached the host; on the device while a CUDA graph is captured."""
+    """Check what `target_numbers` made: once it reaches the host, or on the device while a CUDA graph is captured."""
     count = None if segments is None else segments.num_segments
-    if isinstance(numbers, Landing) or defers(numbers.device):
+    if isinstance(numbers, HostSlots) or should_defer(numbers.device):
         check_later(numbers, lambda x: check_stats(Stats.read(x), vocab, count, needed))
         return
     if readable(numbers):
         check_stats(Stats.read(numbers), vocab, count, needed)
         return
-    fine = (numbers[0] == 0) | ((numbers[1] >= 0) & (numbers[2] < vocab))
-    torch._assert_async(fine, "targets: out of range")
+    in_range = (numbers[0] == 0) | ((numbers[1] >= 0) & (numbers[2] < vocab))
+    torch._assert_async(in_range, "targets: out of range")
     if segments is not None:
         inside = (numbers[4] >= -1) & (numbers[4] < segments.num_segments)
         torch._assert_async(inside, "segments: an id is out of range")
@@ -221,7 +222,7 @@ def check_targets_later(
 
 
 def segment_ids(segments: Segments, targets: Tensor) -> Tensor:
-    """The ids of the flat rows, checked against the targets' shape; either of the two may be flat already."""
+    """The ids as a vector, checked against the targets' shape; ids or targets may be flat already."""
     ids = segments.fitted(tuple(targets.shape), targets.device).ids
     if ids.shape != targets.shape and not (ids.ndim == 1 and ids.numel() == targets.numel()):
         raise ValueError(
@@ -236,8 +237,8 @@ def check_stats(stats: Stats, vocab: int, num_segments: int | None = None, neede
         bad = stats.low if stats.low < 0 else stats.high
         hint = f"; ignored rows are marked {IGNORE}" if stats.low < 0 else ""
         raise ValueError(f"targets: wanted values in [0, {vocab}) or {IGNORE}, got {bad}{hint}")
-    if num_segments is not None and not -1 <= stats.stray < num_segments:
-        raise ValueError(f"segments: id {stats.stray} is outside [-1, {num_segments})")
+    if num_segments is not None and not -1 <= stats.extreme_id < num_segments:
+        raise ValueError(f"segments: id {stats.extreme_id} is outside [-1, {num_segments})")
     if num_segments is not None and needed is not None and stats.unassigned:
         raise ValueError(
             f"segments: {stats.unassigned} rows that are not ignored have no segment (id -1), "

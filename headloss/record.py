@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headloss.facts import Fact
 from headloss.metrics import Metric
-from headloss.trace.signature import passed
+from headloss.trace.signature import passed_names
 
 Key = str | tuple[str, float] | tuple[str, float | None, str]
 
@@ -52,8 +52,8 @@ class Facts(Mapping[Key, Tensor]):
                 self._values, self._later = _by_key(later()), None
             return self.__dict__["_values"]
         if name.startswith("_") or name not in self._values:
-            there = ", ".join(map(str, self._values)) or "none"
-            raise AttributeError(f"fact {name!r} was not asked for by any loss or metric; there are {there}")
+            known = ", ".join(map(str, self._values)) or "none"
+            raise AttributeError(f"fact {name!r} was not asked for by any loss or metric; there are {known}")
         return self._values[name]
 
     def __iter__(self) -> Iterator[Key]:
@@ -87,7 +87,7 @@ torch.utils._pytree.register_pytree_node(  # so that wrappers (FSDP) find the te
 
 
 def _by_key(values: Mapping[Any, Tensor]) -> dict[Key, Tensor]:
-    """From facts, or from the keys of other `Facts`: tools that cast a record rebuild it from those."""
+    """By key, from facts or from the keys of other `Facts`: tools that cast a record rebuild it from these."""
     keys = keys_of(values) if all(isinstance(fact, Fact) for fact in values) else values
     return dict(zip(keys, values.values(), strict=True))
 
@@ -96,7 +96,7 @@ def keys_of(facts: Collection[Fact]) -> tuple[Key, ...]:
     """Each fact's key: its name, with its temperature if it has one, and its teacher if there are several or two would
     clash.
     """
-    several = len(passed({f.teacher for f in facts} - {None})) > 1  # type: ignore[arg-type]
+    several = len(passed_names({f.teacher for f in facts} - {None})) > 1  # type: ignore[arg-type]
     keys: list[Key] = []
     for fact in facts:
         name = fact.name if fact.element is None else str(fact.element)
@@ -131,7 +131,7 @@ class Output(NamedTuple):
     grads: Grads | None = None  # from forward_backward only
 
 
-def but(out: Output, **new: Any) -> Output:
-    """The same record with other fields.  Graphs compiled by torch before 2.12 cannot use `_replace`."""
+def with_fields(out: Output, **new: Any) -> Output:
+    """The record with some fields replaced.  Graphs compiled by torch before 2.12 cannot use `_replace`."""
     fields: list[Any] = [new.get(name, old) for name, old in zip(Output._fields, out, strict=True)]
     return Output(*fields)

@@ -3,7 +3,7 @@
 Dimension key:  R rows that count   S segments
 
 A term's value is always sum(weight * value).  The weight is made once, here, from the counts; no loss and no kernel
-knows how it is reduced.  With global counts (`count`) the same weights serve micro-batches and ranks.
+knows the reduction.  With global counts (`count`) the same weights serve micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ def check_reduced(fn: Callable[..., Any], label: str, reduction: str, name: obje
         wanted = ", ".join(sorted(NEEDS_SEGMENTS))
         raise ValueError(f"reduction_segments: goes with {wanted}; {reduction!r} does not go by segments")
     if getattr(fn, "returns", None) in ("segment", "pair"):
-        raise ValueError(of_rows_alone(label, fn.returns))  # type: ignore[attr-defined]
+        raise ValueError(rows_only(label, fn.returns))  # type: ignore[attr-defined]
 
 
-def of_rows_alone(of: str, kind: str) -> str:
+def rows_only(of: str, kind: str) -> str:
+    """The message for values per segment or pair that are to be reduced over segments of rows."""
     kind = "pair" if kind == "other" else kind
     return (
         f"reduction_segments: {of} has one value per {kind}, and these segments are made of rows; weigh each {kind} by "
@@ -73,7 +74,7 @@ class Counts(Mapping[str, Tensor]):
 
 
 def count(targets: Tensor, segments: Segments | None = None, group: Any = None) -> Counts:
-    """Count the tokens that are not ignored, and the segments that have any, over the ranks of `group`; on the device.
+    """Count the tokens that are not ignored, and the segments that have any, on the device, over the ranks of `group`.
 
     One collective.  If segments lie on several ranks but not on all of `group` (context parallelism inside data
     parallelism), one more over the segments' own group.  Nothing is read back.
@@ -87,12 +88,12 @@ def count(targets: Tensor, segments: Segments | None = None, group: Any = None) 
     if not isinstance(segments, Segments):
         raise TypeError(f"segments: wanted hl.Segments, got {type(segments).__name__}")
     ids = segment_ids(segments, targets).masked_fill(~valid, -1)
-    rows_S, own = Segments(ids, segments.num_segments).counts.long(), segments.group
-    if own is not None and (group is None or _ranks(group) == _ranks(own)):
-        rows_S, tokens = sum_counts(rows_S, tokens, own)
+    rows_S, sharing = Segments(ids, segments.num_segments).counts.long(), segments.group
+    if sharing is not None and (group is None or _ranks(group) == _ranks(sharing)):
+        rows_S, tokens = sum_counts(rows_S, tokens, sharing)
         return Counts(tokens.long(), (rows_S > 0).sum())
-    if own is not None:
-        rows_S, _ = sum_counts(rows_S, tokens, own)
+    if sharing is not None:
+        rows_S, _ = sum_counts(rows_S, tokens, sharing)
     packed = torch.stack([tokens, (rows_S > 0).sum() * segments.counts_here])
     packed = packed if group is None else group_sum(packed, group)
     return Counts(packed[0], packed[1])
@@ -120,7 +121,7 @@ def weights(
     Values per segment or per pair are averaged over their own number, or summed by `token_sum`.
     """
 
-    def whole(x: int | float | Tensor) -> Tensor:
+    def scalar(x: int | float | Tensor) -> Tensor:
         if isinstance(x, Tensor):
             return x.to(device=device, dtype=dtype)
         return torch.full((), x, device=device, dtype=dtype)  # filled on the device: a CUDA graph cannot hold a copy
@@ -128,16 +129,16 @@ def weights(
     counts = {"num_items": num_items, "num_segments": num_segments, "norm": norm, "denominator": denominator}
     if kind == "row":
         shared = shared_weight(reduction, kind, rows, **counts)  # type: ignore[arg-type]
-        weight = whole(shared).expand(length) if rows.valid is None else rows.valid * whole(shared)
+        weight = scalar(shared).expand(length) if rows.valid is None else rows.valid * scalar(shared)
         return weight if reduction != "seq_mean_token_mean" else weight / lengths(rows, dtype)
-    one = whole(1.0).expand(length)
+    one = scalar(1.0).expand(length)
     if kind == "other" and rows.segments is not None and not rows.segments.counts_here:
-        one = one * 0  # all ranks of the group have the pairs' values; only one counts them
+        one = one * 0  # all ranks of the group have the values of pairs; only one counts them
     if kind == "segment" and rows.segments is not None:
         one = (rows.segments.counts > 0).to(dtype) * rows.segments.counts_here
     if kind == "other" and reduction not in ("weighted_mean", "token_sum"):
         return one / max(1, length)
-    return one * whole(shared_weight(reduction, kind, rows, **counts))  # type: ignore[arg-type]
+    return one * scalar(shared_weight(reduction, kind, rows, **counts))  # type: ignore[arg-type]
 
 
 def shares(

@@ -1,4 +1,4 @@
-"""Row weights for policy terms: corrections and masks that look at several rows, or at another policy.
+"""Row weights for policy terms: corrections and masks that use several rows, or another policy.
 
     hl.Term(grpo, row_weight=hl.row_weights.truncate(2.0))  # sampler correction, token by token
     hl.Term(gspo, row_weight=drop_segments(0.5, 2.0))       # drop sequences on which the two policies differ too much
@@ -16,8 +16,8 @@ generated the text, `old_logprob` from the trainer's copy of the same policy (by
     "segment"        that of its whole segment: the product of its tokens' w
     "segment_mean"   the same, length-normalised: their geometric mean
 
-A token that the sampler could not score (NaN) counts as w = 1.  A weight of 0 leaves a token out: no NaN or inf that
-the loss makes of it reaches the sum, a gradient or the term's metrics.  It still counts in the normaliser (except with
+A token that the sampler could not score (NaN) counts as w = 1.  A weight of 0 leaves a token out: no NaN or inf in its
+loss reaches the sum, a gradient or the term's metrics.  It still counts in the normaliser (except with
 `reduction="weighted_mean"`), and in sums that the loss itself takes over segments; a target of -100 removes it from
 everything.
 """
@@ -34,41 +34,41 @@ from torch import Tensor
 from headloss.segments import Segments
 
 T = TypeVar("T")
-Weighed = tuple[Tensor, dict[str, Tensor]]
+WeightAndMetrics = tuple[Tensor, dict[str, Tensor]]
 LEVELS = ("token", "segment", "segment_mean")
 
 
-def truncate(high: float, low: float = 0.0, *, level: str = "token") -> Callable[..., Weighed]:
+def truncate(high: float, low: float = 0.0, *, level: str = "token") -> Callable[..., WeightAndMetrics]:
     """min(w, high), and at least `low`: truncated importance sampling (Yao et al. 2025)."""
     low, high = _range(low, high)
 
-    def truncated(drift: Tensor, segments: Segments | None) -> Weighed:
+    def truncated(drift: Tensor, segments: Segments | None) -> WeightAndMetrics:
         w = _ratio(drift, segments, level)
         return _reported(w.clamp(low, high), w, low, high, drift)
 
-    return _of_drift(truncated, _level(level) != "token")
+    return _of_drift(truncated, _check_level(level) != "token")
 
 
-def band(low: float, high: float, *, level: str = "token") -> Callable[..., Weighed]:
+def band(low: float, high: float, *, level: str = "token") -> Callable[..., WeightAndMetrics]:
     """w inside [low, high], 0 outside: masked importance sampling (IcePop, 2025)."""
     low, high = _range(low, high)
 
-    def banded(drift: Tensor, segments: Segments | None) -> Weighed:
+    def banded(drift: Tensor, segments: Segments | None) -> WeightAndMetrics:
         w = _ratio(drift, segments, level)
         return _reported(w * ((w >= low) & (w <= high)).to(w.dtype), w, low, high, drift)
 
-    return _of_drift(banded, _level(level) != "token")
+    return _of_drift(banded, _check_level(level) != "token")
 
 
-def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Callable[..., Weighed]:
+def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Callable[..., WeightAndMetrics]:
     """1 for every token of a segment whose w lies in [low, high], 0 for the others: rejection of whole sequences.
 
-    With level "token" a segment is dropped as soon as the w of one of its tokens lies outside.
+    With level "token", one token whose w lies outside drops its segment.
     """
     low, high = _range(low, high)
-    _level(level)
+    _check_level(level)
 
-    def kept(drift: Tensor, segments: Segments) -> Weighed:
+    def kept(drift: Tensor, segments: Segments) -> WeightAndMetrics:
         w = _ratio(drift, segments, level)
         out = ((w < low) | (w > high)).to(w.dtype)
         kept = 1 - out if level != "token" else (segments.mean(out) == 0).to(w.dtype)
@@ -79,7 +79,7 @@ def drop_segments(low: float, high: float, *, level: str = "segment_mean") -> Ca
 
 def reject(
     high: float, low: float = -math.inf, *, estimator: str = "k1", level: str = "token", reverse: bool = False
-) -> Callable[..., Weighed]:
+) -> Callable[..., WeightAndMetrics]:
     """1 where the estimate of KL(sampler || trainer) lies in [low, high], 0 elsewhere: a hard trust region.
 
     With d = log w, token by token:
@@ -93,10 +93,10 @@ def reject(
         raise ValueError(f"low, high: wanted low <= high, got {low} and {high}")
     if estimator not in ("k1", "k2", "k3"):
         raise ValueError(f"estimator: wanted 'k1', 'k2' or 'k3', got {estimator!r}")
-    _level(level, (*LEVELS, "segment_max"))
+    _check_level(level, (*LEVELS, "segment_max"))
     low, high, sign = float(low), float(high), -1.0 if reverse else 1.0
 
-    def kept(drift: Tensor, segments: Segments) -> Weighed:
+    def kept(drift: Tensor, segments: Segments) -> WeightAndMetrics:
         d = sign * drift
         kl = -d if estimator == "k1" else d * d / 2 if estimator == "k2" else d.expm1() - d
         if level == "segment_max":
@@ -109,7 +109,7 @@ def reject(
     return _of_drift(kept, level != "token")
 
 
-def second_moment(most: float) -> Callable[..., Weighed]:
+def second_moment(most: float) -> Callable[..., WeightAndMetrics]:
     """1 for as many tokens of this call with the smallest (log w)^2 as keep its mean below `most`, 0 for the others:
     the second moment of the ratio as a trust region (M2PO, Zheng et al. 2025).  Keeps at least one token.
     """
@@ -117,7 +117,7 @@ def second_moment(most: float) -> Callable[..., Weighed]:
         raise ValueError(f"most: wanted most > 0, got {most}")
     most = float(most)
 
-    def calm(drift: Tensor, segments: None) -> Weighed:
+    def calm(drift: Tensor, segments: None) -> WeightAndMetrics:
         square = drift**2
         if square.numel() == 0:
             return _mask(square == 0, drift)
@@ -142,7 +142,7 @@ def wpo() -> Callable[..., Tensor]:
     return likely_pairs
 
 
-def off_policy_mask(most: float) -> Callable[..., Weighed]:
+def off_policy_mask(most: float) -> Callable[..., WeightAndMetrics]:
     """0 for tokens of negative advantage in segments where mean(sampler_logprob - logprob) > most, else 1: do not
     learn from bad samples that the policy now rarely produces (DeepSeek-V3.2, 2025).
 
@@ -159,7 +159,7 @@ def off_policy_mask(most: float) -> Callable[..., Weighed]:
         segments: Segments,
         old_logprob: Tensor | None = None,
         sampler_logprob: Tensor | None = None,
-    ) -> Weighed:
+    ) -> WeightAndMetrics:
         first = sampler_logprob if sampler_logprob is not None else old_logprob
         drift = torch.zeros_like(logprob) if first is None else (first - logprob.detach()).nan_to_num(nan=0.0)
         out = (advantage < 0) & (segments.mean(drift) > most)
@@ -168,14 +168,14 @@ def off_policy_mask(most: float) -> Callable[..., Weighed]:
     return on_policy
 
 
-def top_entropy(fraction: float) -> Callable[..., Weighed]:
+def top_entropy(fraction: float) -> Callable[..., WeightAndMetrics]:
     """1 for the given fraction of this call's tokens with the highest entropy, 0 for the others (Wang et al. 2025)."""
     fraction = float(fraction)
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction: wanted a number in (0, 1], got {fraction}")
 
     @_by_row
-    def high_entropy(entropy: Tensor) -> Weighed:
+    def high_entropy(entropy: Tensor) -> WeightAndMetrics:
         if entropy.numel() == 0:
             return torch.ones_like(entropy), {"cut_fraction": torch.zeros_like(entropy)}
         kept = (entropy >= entropy.detach().quantile(1 - fraction)).to(entropy.dtype)
@@ -184,14 +184,14 @@ def top_entropy(fraction: float) -> Callable[..., Weighed]:
     return high_entropy
 
 
-def likely(low: float, high: float = 1.0) -> Callable[..., Weighed]:
+def likely(low: float, high: float = 1.0) -> Callable[..., WeightAndMetrics]:
     """1 for tokens whose probability lies in [low, high], 0 for the others: fine-tuning without tokens that
     the model finds unlikely (ProFit, Liu et al. 2026), or with `high` without those it already finds likely.
     """
     low, high = _range(low, high)
 
     @_by_row
-    def likely_tokens(logprob: Tensor) -> Weighed:
+    def likely_tokens(logprob: Tensor) -> WeightAndMetrics:
         p = logprob.detach().exp()
         out = (p < low) | (p > high)
         return 1 - out.to(p.dtype), {"cut_fraction": out}
@@ -199,7 +199,7 @@ def likely(low: float, high: float = 1.0) -> Callable[..., Weighed]:
     return likely_tokens
 
 
-def settled(fraction: float, *, by: str = "either") -> Callable[..., Weighed]:
+def settled(fraction: float, *, by: str = "either") -> Callable[..., WeightAndMetrics]:
     """0 for the given fraction of this call's tokens with the highest entropy, and for as many with the highest KL(p ||
     q) from the teacher, else 1: fine-tuning that skips tokens where the model is unsure or has moved away from its
     reference (EKSFT, Liu et al. 2026).
@@ -213,7 +213,7 @@ def settled(fraction: float, *, by: str = "either") -> Callable[..., Weighed]:
         raise ValueError(f"by: wanted 'either' or 'both', got {by!r}")
 
     @_by_row
-    def settled_tokens(entropy: Tensor, reverse_cross_entropy: Tensor, shared_entropy: Tensor) -> Weighed:
+    def settled_tokens(entropy: Tensor, reverse_cross_entropy: Tensor, shared_entropy: Tensor) -> WeightAndMetrics:
         rows = torch.ones_like(entropy, dtype=torch.float64).sum()
         unsure, moved = (
             x.detach().argsort(descending=True).argsort() < (fraction * rows).floor()
@@ -231,42 +231,42 @@ def _by_row(fn: Callable[..., T]) -> Callable[..., T]:
     return fn
 
 
-def _of_drift(make: Callable[[Tensor, Any], Weighed], by_segment: bool) -> Callable[..., Weighed]:
-    """The row weight that `make` makes of log w and, if `by_segment`, of the segments."""
+def _of_drift(make: Callable[[Tensor, Any], WeightAndMetrics], by_segment: bool) -> Callable[..., WeightAndMetrics]:
+    """The row weight that `make` computes from log w and, if `by_segment`, from the segments."""
 
     @_by_row
-    def of_tokens(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> Weighed:
+    def of_tokens(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None = None) -> WeightAndMetrics:
         return make(_drift(logprob, sampler_logprob, old_logprob), None)
 
     @_by_row
     def of_segments(
         logprob: Tensor, sampler_logprob: Tensor, segments: Segments, old_logprob: Tensor | None = None
-    ) -> Weighed:
+    ) -> WeightAndMetrics:
         return make(_drift(logprob, sampler_logprob, old_logprob), segments)
 
     weight = of_segments if by_segment else of_tokens
-    weight.__name__ = f"{make.__name__}_segments" if by_segment else make.__name__  # begins its metrics' names
+    weight.__name__ = f"{make.__name__}_segments" if by_segment else make.__name__  # its metrics' names begin with it
     return weight
 
 
-def _reported(weight: Tensor, w: Tensor, low: float, high: float, drift: Tensor) -> Weighed:
-    """A weight that is made from w and its bounds, and the metrics that trainers log about it."""
-    found = {
+def _reported(weight: Tensor, w: Tensor, low: float, high: float, drift: Tensor) -> WeightAndMetrics:
+    """A weight computed from w and its bounds, and the metrics that trainers log about it."""
+    metrics = {
         "weight_mean": weight,
         "weight_min": weight,
         "weight_max": weight,
         "effective_sample_size": weight,
         "cut_fraction": (w < low) | (w > high),
     }
-    return weight, found | _mismatch(drift, w)
+    return weight, metrics | _mismatch(drift, w)
 
 
-def _mask(kept: Tensor, drift: Tensor) -> Weighed:
+def _mask(kept: Tensor, drift: Tensor) -> WeightAndMetrics:
     return kept.to(drift.dtype), {"cut_fraction": ~kept, **_mismatch(drift, drift.exp())}
 
 
 def _mismatch(drift: Tensor, w: Tensor) -> dict[str, Tensor]:
-    """How far apart sampler and trainer are: w before it is cut, and per token what trainers log
+    """How far apart sampler and trainer are: w before it is cut, and what trainers log per token
     (`integrations.names`).
 
     k1 and k3 estimate KL(sampler || trainer), k3_reverse KL(trainer || sampler), and js the Jensen-Shannon divergence,
@@ -297,14 +297,14 @@ def _drift(logprob: Tensor, sampler_logprob: Tensor, old_logprob: Tensor | None)
 
 
 def _ratio(drift: Tensor, segments: Segments | None, level: str) -> Tensor:
-    """w of the level that is asked for."""
+    """w at this level."""
     if level == "token" or segments is None:
         return drift.exp()
     whole = segments.totals(drift) if level == "segment" else segments.means(drift)
     return segments.spread(whole.clamp(-20.0, 20.0)).exp()
 
 
-def _level(level: str, known: tuple[str, ...] = LEVELS) -> str:
+def _check_level(level: str, known: tuple[str, ...] = LEVELS) -> str:
     if level not in known:
         raise ValueError(f"level: wanted one of {', '.join(known)}, got {level!r}")
     return level

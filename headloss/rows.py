@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import defers, landing
+from headloss.deferred_checks import host_slots, should_defer
 from headloss.deferred_checks import may_read as may_read
 from headloss.parallel.shared_segments import sum_counts
 from headloss.prepared import (
-    TWICE,
+    SEGMENTS_TWICE,
     Prepared,
     Stats,
     check_stats,
@@ -164,8 +164,8 @@ def count_rows(
     `ids`: the segment of each row; the host does not wait for these.
     """
     flat, ids = flat.contiguous(), None if ids is None else ids.contiguous()
-    if not host_read and defers(flat.device):
-        numbers = landing(flat.device, 3 if ids is None else 5)
+    if not host_read and should_defer(flat.device):
+        numbers = host_slots(flat.device, 3 if ids is None else 5)
         counted = count(flat, ids, numbers.host)
         check_targets_later(numbers, vocab, segments, needed)
         return None, counted
@@ -199,7 +199,7 @@ def bind_rows(
     stats = ids = None
     if isinstance(targets, Prepared):
         if segments is not None and segments is not targets.segments:
-            raise ValueError(TWICE)
+            raise ValueError(SEGMENTS_TWICE)
         stats, segments, targets = targets.known(), targets.segments, targets.targets
     elif targets is None:
         if segments is not None:

@@ -4,12 +4,12 @@ Dimension key:  N rows   S segments
 
 Row n belongs to segment `ids[n]`; id -1 is no segment.  Losses receive a `Segments` whose ignored rows are already -1,
 so `totals`, `means`, `maxima`, `minima`, `spread`, `mean`, `max` and `min` see valid tokens only.  All are
-differentiable, and ids may come in any order.  `totals` and `spread` are torch operators of their own, each the other's
-adjoint.  By these and `largest`, a trace tells a segment loss from one that mixes rows in other ways.  Sums of
-bools and whole numbers are int64, those of narrow floats float32.
+differentiable, and ids may come in any order.  `totals` and `spread` are torch operators, each the other's adjoint;
+these and `largest` tell a trace that rows are combined within segments and in no other way.  Sums of bools and whole
+numbers are int64, those of narrow floats float32.
 
 With a `group`, a segment's rows may lie on several ranks (context or sequence parallelism): ids and their number are
-then global, sums run over the group, forward and backward, and each rank's loss is its share of the whole.
+then global, sums run over the group, forward and backward, and each rank's loss is its share of the total.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from headloss.deferred_checks import readable
 from headloss.immutable import Immutable
-from headloss.parallel.shard import process_group, together
-from headloss.writes import Stamp, holds, is_uncounted, stamp
+from headloss.parallel.shard import collective, process_group
+from headloss.writes import Snapshot, is_untracked, snapshot, unchanged
 
 _library = torch.library.Library("headloss", "DEF")
 _library.define("segment_totals(Tensor x, Tensor ids, SymInt num_segments) -> Tensor")
@@ -33,10 +33,10 @@ _library.define("segment_largest(Tensor x, Tensor ids, SymInt num_segments) -> T
 
 
 def _totals(x: Tensor, ids: Tensor, num_segments: int) -> Tensor:
-    dtype = torch.float64 if x.is_floating_point() else x.dtype  # it adds row by row: in float32, 131072 tokens drift
+    dtype = torch.float64 if x.is_floating_point() else x.dtype  # added row by row: in float32, 131072 tokens drift
     out = x.new_zeros(num_segments + 1, dtype=dtype)  # the last place takes rows without a segment
     place = torch.where(ids < 0, num_segments, ids)
-    if x.device.type == "cuda":  # this sorts; index_add_ is atomic, and its bits differ from run to run
+    if x.device.type == "cuda":  # sorts; index_add_ is atomic, and its bits differ from run to run
         out.index_put_((place,), x.to(dtype), accumulate=True)
     else:
         out.index_add_(0, place, x.to(dtype))
@@ -48,7 +48,7 @@ def _spread(y: Tensor, ids: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor, ids: Tensor, num_segments: int) -> Tensor:
-    """The largest x of each segment, without a gradient; the least number there is for a segment without rows."""
+    """The largest x of each segment, without a gradient; the dtype's least number for a segment without rows."""
     out = x.new_full((num_segments + 1,), -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min)
     place = torch.where(ids >= 0, ids, num_segments)
     return out.scatter_reduce_(0, place, x, "amax")[:num_segments].clone()
@@ -96,7 +96,7 @@ class _GroupSum(torch.autograd.Function):
 
 def group_sum(x: Tensor, group: Any) -> Tensor:
     x = x.clone()
-    with together("summing over the ranks that share segments or counts"):
+    with collective("summing over the ranks that share segments or counts"):
         torch.distributed.all_reduce(x, group=group)
     return x
 
@@ -106,9 +106,9 @@ class WrongLengthError(ValueError):
 
 
 def sizes(shape: Sequence[Any], known: Mapping[str, str] = {}) -> str:
-    """A shape as text; under a tracer, whose sizes are symbols, a known size has its name and others are n."""
-    said = [str(n) if type(n) is int else known.get(str(n), "n") for n in shape]
-    return f"({', '.join(said)}{',' if len(said) == 1 else ''})"
+    """A shape as text.  Under a tracer sizes are symbols: those in `known` are written by name, the others as n."""
+    words = [str(n) if type(n) is int else known.get(str(n), "n") for n in shape]
+    return f"({', '.join(words)}{',' if len(words) == 1 else ''})"
 
 
 def shallow(x: Any) -> Any:
@@ -126,13 +126,13 @@ class Segments(Immutable):
     tensor([3., 3.])
     """
 
-    __slots__ = ("_counts", "_written", "anywhere", "group", "ids", "num_segments")
+    __slots__ = ("_counts", "_snapshot", "anywhere", "group", "ids", "num_segments")
     ids: Tensor
     num_segments: int
     group: Any
-    anywhere: bool  # made from a shape alone, so it fits whatever device the rows are on
+    anywhere: bool  # made from a shape alone, so it can be on whatever device the rows are
     _counts: Tensor | None
-    _written: Stamp | None  # of the ids that were counted
+    _snapshot: Snapshot | None  # of the ids, when they were counted
 
     def __init__(
         self,
@@ -143,8 +143,8 @@ class Segments(Immutable):
         anywhere: bool = False,
     ) -> None:
         group = process_group(group)
-        written = None if counts is None else stamp(ids, copied=False)
-        self._set(ids=ids, num_segments=num_segments, _counts=counts, group=group, anywhere=anywhere, _written=written)
+        counted = None if counts is None else snapshot(ids, copied=False)
+        self._set(ids=ids, num_segments=num_segments, _counts=counts, group=group, anywhere=anywhere, _snapshot=counted)
 
     def __reduce__(self) -> Any:
         return Segments, (self.ids, self.num_segments, None, self.group, self.anywhere)
@@ -174,12 +174,12 @@ class Segments(Immutable):
         if ends.ndim != 1 or ends.numel() < 1:
             raise ValueError(f"cu_seqlens: wanted a vector [0, n1, n1+n2, ...], got shape {tuple(ends.shape)}")
         rising = (ends[0] == 0) & (ends.diff() >= 0).all()
-        _require(rising, ends, lambda: f"cu_seqlens: wanted 0 and then rising offsets, got {ends.tolist()[:8]}")
+        _require(rising, lambda: f"cu_seqlens: wanted 0 and then rising offsets, got {ends.tolist()[:8]}")
         if rows is None:
             rows = int(ends[-1])
         else:
             check_size("rows", rows)
-            _require(ends[-1] <= rows, ends, lambda: f"rows: wanted at least {int(ends[-1])}, got {rows}")
+            _require(ends[-1] <= rows, lambda: f"rows: wanted at least {int(ends[-1])}, got {rows}")
         num_segments = ends.numel() - 1
         position = torch.arange(rows, device=ends.device)
         ids = torch.searchsorted(ends[1:].contiguous(), position, right=True)
@@ -215,22 +215,22 @@ class Segments(Immutable):
 
     def fitted(self, shape: tuple[int, ...], device: torch.device) -> Segments:
         """The same for rows of this shape on this device: flat if the rows are, moved if made from a shape alone."""
-        flat = self.ids.ndim != 1 and len(shape) == 1 and self.ids.numel() == shape[0]
-        moves = self.anywhere and self.ids.device != device
-        if not flat and not moves:
+        flatten = self.ids.ndim != 1 and len(shape) == 1 and self.ids.numel() == shape[0]
+        move = self.anywhere and self.ids.device != device
+        if not flatten and not move:
             return self
-        ids = _lines(tuple(self.ids.shape), device) if moves else self.ids
-        ids = ids.reshape(-1) if flat else ids
-        return Segments(ids, self.num_segments, group=self.group, anywhere=self.anywhere and not flat)
+        ids = _lines(tuple(self.ids.shape), device) if move else self.ids
+        ids = ids.reshape(-1) if flatten else ids
+        return Segments(ids, self.num_segments, group=self.group, anywhere=self.anywhere and not flatten)
 
     @property
     def counts(self) -> Tensor:
         """Rows in each segment, (S,), on all ranks of the group."""
-        if self._counts is not None and self._written is not None and holds(self._written, self.ids):
+        if self._counts is not None and self._snapshot is not None and unchanged(self._snapshot, self.ids):
             return self._counts
         counts = self.local_counts() if self.group is None else group_sum(self.local_counts(), self.group)
-        if not is_uncounted(self.ids):
-            self._set(_counts=counts, _written=stamp(self.ids))
+        if not is_untracked(self.ids):
+            self._set(_counts=counts, _snapshot=snapshot(self.ids))
         return counts
 
     def local_counts(self) -> Tensor:
@@ -241,7 +241,7 @@ class Segments(Immutable):
 
     @property
     def counts_here(self) -> bool:
-        """Whether a value per segment or pair counts on this rank: on the first of the group only."""
+        """Whether values per segment or pair count on this rank: they do on the first rank of the group only."""
         return self.group is None or torch.distributed.get_rank(self.group) == 0
 
     def totals(self, x: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ class Segments(Immutable):
         return sums / (counts.to(sums.dtype) if sums.is_floating_point() else counts)
 
     def spread(self, y: Tensor) -> Tensor:
-        """Each row's own segment value: (S,) to (N,); 0 for a row without a segment."""
+        """The value of each row's segment: (S,) to (N,); 0 for a row without a segment."""
         if tuple(y.shape) != (self.num_segments,):
             raise WrongLengthError(
                 f"spread: wanted one value per segment, shape {self._sizes((self.num_segments,))}, got shape "
@@ -267,11 +267,11 @@ class Segments(Immutable):
         return x if self.ids.ndim == 1 else x.view(self.ids.shape)
 
     def mean(self, x: Tensor) -> Tensor:
-        """Each row's segment mean of `x`: (N,) to (N,)."""
+        """The mean of `x` over each row's segment: (N,) to (N,)."""
         return self.spread(self.means(x))
 
     def maxima(self, x: Tensor) -> Tensor:
-        """The largest `x` of each segment: (N,) to (S,); 0 for one without rows.  Rows that tie share the gradient."""
+        """The largest `x` of each segment: (N,) to (S,); 0 for one without rows.  Equal rows share the gradient."""
         self._check_rows("maxima", x)
         flat = _wide(_flat(x))
         largest = self._largest(flat.detach())
@@ -287,17 +287,17 @@ class Segments(Immutable):
         return -self.maxima(-_wide(x))
 
     def max(self, x: Tensor) -> Tensor:
-        """Each row's segment maximum of `x`: (N,) to (N,)."""
+        """The maximum of `x` in each row's segment: (N,) to (N,)."""
         return self.spread(self.maxima(x))
 
     def min(self, x: Tensor) -> Tensor:
-        """Each row's segment minimum of `x`: (N,) to (N,)."""
+        """The minimum of `x` in each row's segment: (N,) to (N,)."""
         return self.spread(self.minima(x))
 
     def _largest(self, x: Tensor) -> Tensor:
         found: Tensor = torch.ops.headloss.segment_largest(x, _flat(self.ids), self.num_segments)
         if self.group is not None:
-            with together("taking the maximum over the ranks that share segments"):
+            with collective("taking the maximum over the ranks that share segments"):
                 torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self.group)
         return found
 
@@ -345,7 +345,7 @@ def integers(name: str, x: Tensor) -> Tensor:
 
 
 def check_dense(name: str, x: Tensor) -> None:
-    """Refuse a nested or sparse tensor."""
+    """Raise for a nested or sparse tensor."""
     if x.is_nested or x.layout is not torch.strided:
         way = "nested; pass its values()" if x.is_nested else f"of {x.layout}; pass {name}.to_dense()"
         raise TypeError(f"{name}: wanted a dense tensor, got one that is {way}")
@@ -363,9 +363,9 @@ def check_size(name: str, n: object) -> None:
         raise ValueError(f"{name}: wanted at least 0, got {n}")
 
 
-def _require(true: Tensor, seen: Tensor, message: Callable[[], str]) -> None:
+def _require(true: Tensor, message: Callable[[], str]) -> None:
     """Raise ValueError now if the host can read without waiting; otherwise assert on the device."""
-    if not readable(seen):
+    if not readable(true):
         torch._assert_async(true, "cu_seqlens: wanted 0 and then rising offsets, the last of them at most `rows`")
     elif not true:
         raise ValueError(message())

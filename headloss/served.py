@@ -1,14 +1,14 @@
-"""Turns the prompt log-probabilities of inference servers into the ids and log-probabilities of a sparse teacher.
+"""Turns prompt log-probabilities of inference servers into ids and log-probabilities of a sparse teacher.
 
 For each token of a prompt a server returns one entry: the log-probabilities of that token and of the likeliest others,
-given the tokens before it.  The first token has nothing before it and no entry.  A student's row t predicts token
+given the tokens before it.  The first token has no entry.  A student's row t predicts token
 t + 1, so the entry of token t + 1 is the teacher of row t, and the last row of a sequence has none, just as in
 `hl.shift_labels`.
 
     server's entries   None    about token 1   about token 2   about token 3
     teacher's rows             row 0           row 1           row 2           row 3: ids -1
 
-Both servers' forms may be one sequence, (T, K), or a list of them, (B, T, K) padded to the longest or to `rows`.
+Both formats may hold one sequence, (T, K), or a list of them, (B, T, K) padded to the longest or to `rows`.
 """
 
 from __future__ import annotations
@@ -84,20 +84,20 @@ def from_dataset(batch: Mapping[str, Any], *, rows: int | None = None, device: A
             got = f"{len(x)} sequences" if hasattr(x, "__len__") else type(x).__name__
             raise ValueError(f"{name}: wanted {len(columns[names[0]])} sequences as target_token_ids has, got {got}")
     lines = [_line(b, {name: columns[name][b : b + 1] for name in names}) for b in range(len(columns[names[0]]))]
-    longest, K = max(len(own) for own, _, _ in lines), lines[0][0].shape[1]
+    longest, K = max(len(x) for x, _, _ in lines), lines[0][0].shape[1]
     if rows is not None and rows < longest:
         raise ValueError(f"rows: {rows}, but a sequence has {longest} tokens")
     T = rows or longest
     ids = torch.full((len(lines), T, K), -1, dtype=torch.int64, device="cpu")
-    found = torch.full((len(lines), T, K), -math.inf, dtype=torch.float32, device="cpu")
-    for b, (own, logs, counts) in enumerate(lines):
-        if own.shape[1] != K:
-            raise ValueError(f"target_token_ids: sequence {b} has {own.shape[1]} ids per token, the first has {K}")
-        here = counts[1:].bool()
-        ids[b, : len(own) - 1] = own[1:].long().masked_fill(~here, -1)
-        found[b, : len(own) - 1] = logs[1:].masked_fill(~here, -math.inf)
-    ids, found = (x[0] if one else x for x in (ids, found))
-    return ids.to(device), found.to(device)
+    logprobs = torch.full((len(lines), T, K), -math.inf, dtype=torch.float32, device="cpu")
+    for b, (line_ids, line_logprobs, mask) in enumerate(lines):
+        if line_ids.shape[1] != K:
+            raise ValueError(f"target_token_ids: sequence {b} has {line_ids.shape[1]} ids per token, the first has {K}")
+        present = mask[1:].bool()
+        ids[b, : len(line_ids) - 1] = line_ids[1:].long().masked_fill(~present, -1)
+        logprobs[b, : len(line_ids) - 1] = line_logprobs[1:].masked_fill(~present, -math.inf)
+    ids, logprobs = (x[0] if one else x for x in (ids, logprobs))
+    return ids.to(device), logprobs.to(device)
 
 
 def _in_lists(x: Any) -> Any:
@@ -132,10 +132,11 @@ def _line(number: int, columns: Mapping[str, Any]) -> list[Tensor]:
     ids, logs, mask = (x[1:] for x in found)  # the first token has no entry
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise TypeError(f"target_token_ids: sequence {number} wanted whole numbers, got {ids.dtype}")
-    held = mask.bool()
-    if bool((held & (ids < 0)).any()):
-        raise ValueError(f"target_token_ids: sequence {number} has {int(ids[held].min())} where target_mask is not 0")
-    wrong = held & ~(logs <= HIGHEST)  # NaN too
+    present = mask.bool()
+    if bool((present & (ids < 0)).any()):
+        least = int(ids[present].min())
+        raise ValueError(f"target_token_ids: sequence {number} has {least} where target_mask is not 0")
+    wrong = present & ~(logs <= HIGHEST)  # NaN too
     if bool(wrong.any()):
         raise ValueError(f"target_logprobs: sequence {number} wanted log-probabilities, got {float(logs[wrong][0])}")
     return found
@@ -148,8 +149,8 @@ def _is_vllm_entry(x: Any) -> bool:
 def _vllm_row(entry: Any) -> Iterator[tuple[Any, Any]]:
     if not isinstance(entry, Mapping):
         raise TypeError(f"wanted {{token id: log-probability}}, got {type(entry).__name__}")
-    for token, said in entry.items():
-        yield (said.get("logprob") if isinstance(said, Mapping) else getattr(said, "logprob", said)), token
+    for token, x in entry.items():
+        yield (x.get("logprob") if isinstance(x, Mapping) else getattr(x, "logprob", x)), token
 
 
 def _is_sglang_entry(x: Any) -> bool:
@@ -163,15 +164,15 @@ def _is_triple(x: Any) -> bool:
 def _sglang_row(entry: Any) -> Iterator[tuple[Any, Any]]:
     if not isinstance(entry, list | tuple):
         raise TypeError(f"wanted [(logprob, token id, text), ...], got {type(entry).__name__}")
-    for said in entry:
-        if not isinstance(said, list | tuple) or len(said) < 2:
-            raise TypeError(f"wanted (logprob, token id, text), got {said!r}")
-        yield said[0], said[1]
+    for x in entry:
+        if not isinstance(x, list | tuple) or len(x) < 2:
+            raise TypeError(f"wanted (logprob, token id, text), got {x!r}")
+        yield x[0], x[1]
 
 
 def _pack(
     name: str,
-    said: Sequence[Any],
+    answers: Sequence[Any],
     is_entry: Callable[[Any], bool],
     read: Callable[[Any], Iterator[tuple[Any, Any]]],
     rows: int | None,
@@ -179,38 +180,38 @@ def _pack(
     start: int | Sequence[int],
     device: Any,
 ) -> tuple[Tensor, Tensor]:
-    if isinstance(said, str | Mapping) or not isinstance(said, Sequence):
+    if isinstance(answers, str | Mapping) or not isinstance(answers, Sequence):
         raise TypeError(
-            f"{name}: wanted a list with one entry per token, or a list of those, got {type(said).__name__}"
+            f"{name}: wanted a list with one entry per token, or a list of those, got {type(answers).__name__}"
         )
-    if not said:
+    if not answers:
         raise ValueError(f"{name}: is empty; was the server asked for it?")
     if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
         raise ValueError(f"k: wanted at least 1, got {k!r}")
-    single = is_entry(said[0])
-    sequences = [said] if single else said
+    single = is_entry(answers[0])
+    sequences = [answers] if single else answers
     starts = [start] * len(sequences) if isinstance(start, int) else list(start)
     for label, x in (("rows", rows), *(("start", x) for x in starts)):
         if x is not None and (isinstance(x, bool) or not isinstance(x, int) or x < 0):
             raise TypeError(f"{label}: wanted a whole number, got {x!r}")
     if len(starts) != len(sequences):
         raise ValueError(f"start: has {len(starts)} numbers, {name} {len(sequences)} sequences")
-    found: list[dict[int, Row]] = []
+    by_sequence: list[dict[int, Row]] = []
     longest = 0
     for i, (sequence, first) in enumerate(zip(sequences, starts, strict=True)):
         label = name if single else f"{name}: sequence {i}"
         if isinstance(sequence, str | Mapping) or not isinstance(sequence, Sequence):
             raise TypeError(f"{label}: wanted a list with one entry per token, got {type(sequence).__name__}")
-        found.append(dict(_rows(label, sequence, first, read, k)))
+        by_sequence.append(dict(_rows(label, sequence, first, read, k)))
         length = first + len(sequence)
         longest = max(longest, length)
         if rows is not None and length > rows:
             raise ValueError(f"rows: {rows}, but {label} has {length} tokens")
     T = longest if rows is None else rows
-    K = max([1, *(len(row) for by_row in found for row in by_row.values())])
-    ids = torch.full((len(found), T, K), -1, dtype=torch.int64, device="cpu")
-    logprobs = torch.full((len(found), T, K), -math.inf, dtype=torch.float32, device="cpu")
-    for b, by_row in enumerate(found):
+    K = max([1, *(len(row) for by_row in by_sequence for row in by_row.values())])
+    ids = torch.full((len(by_sequence), T, K), -1, dtype=torch.int64, device="cpu")
+    logprobs = torch.full((len(by_sequence), T, K), -math.inf, dtype=torch.float32, device="cpu")
+    for b, by_row in enumerate(by_sequence):
         for t, row in by_row.items():
             ids[b, t, : len(row)] = torch.tensor([token for _, token in row], device="cpu")
             logprobs[b, t, : len(row)] = torch.tensor([x for x, _ in row], dtype=torch.float32, device="cpu")

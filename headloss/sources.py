@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headloss.immutable import summary
-from headloss.options import check_temperatures, is_number, kind_of, shown
+from headloss.options import check_temperatures, is_number, shape_or_type, shown
 from headloss.options import parse_bytes as parse_bytes
 from headloss.parallel.shard import VocabShard
 from headloss.segments import check_dense, check_device, integers, shallow
@@ -128,7 +128,7 @@ class Linear:
             hint = "; pass weight.T" if hidden.shape[-1] == weight.shape[0] else ""
             raise ValueError(f"weight: wanted {wanted}, got {tuple(weight.shape)}{hint}")
         if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[:1]):
-            raise ValueError(f"bias: wanted shape ({weight.shape[0]},), got {kind_of(bias)}")
+            raise ValueError(f"bias: wanted shape ({weight.shape[0]},), got {shape_or_type(bias)}")
         if bias is not None or weight.device != hidden.device or weight.dtype != hidden.dtype:
             for name, x in (("weight", weight),) if bias is None else (("weight", weight), ("bias", bias)):
                 check_dense(name, x)

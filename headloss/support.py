@@ -1,4 +1,4 @@
-"""`Support`: the columns that each row keeps; a row's softmax is then over those alone.
+"""`Support`: the columns that each row keeps; a row's softmax is then over these alone.
 
 Dimension key:  N rows   E kept columns of all rows   V vocabulary
 
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import Copy, defers, now_or_later
+from headloss.deferred_checks import HostCopy, check_now_or_later, should_defer
 from headloss.immutable import Immutable
 from headloss.segments import check_dense, check_device, integers
-from headloss.writes import Stamp, holds, stamp
+from headloss.writes import Snapshot, snapshot, unchanged
 
 IGNORE = -100  # the target of a row that does not count
 SHIFT = 32  # how far a key shifts its row's number
@@ -28,8 +28,8 @@ NONE = torch.iinfo(torch.int64).max  # the key of padding, which sorts behind al
 class Known(NamedTuple):
     """What the host must know of a support."""
 
-    low: int  # smallest and largest column
-    high: int
+    low: int  # smallest column
+    high: int  # largest column
     repeated: bool  # whether a row names a column twice
     total: int  # kept columns of all rows
     longest: int  # columns of the row that keeps the most
@@ -42,32 +42,32 @@ class Support(Immutable):
     >>> support = hl.Support.from_csr(ids, offsets)          # as inference engines return the sets they sampled from
     >>> out = objective(hl.Linear(hidden, weight), targets, support=support, old_logprob=old, advantage=advantage)
 
-    On a GPU making one does not wait for the device: sizes travel to the host in a copy that the first call waits for,
-    and that call raises if the ids are wrong.  A support reflects its tensors as they were when it was made: once they
-    have been written to, a call refuses it.
+    On a GPU the constructors do not wait for the device: sizes travel to the host in a copy that the first call waits
+    for, and that call raises if the ids are wrong.  A support holds its tensors' values from when it was made: calls
+    raise once the tensors have been written to.
     """
 
-    __slots__ = ("_copy", "_known", "given", "keys", "made", "offsets", "padded", "rows")
+    __slots__ = ("_copy", "_known", "cache", "keys", "made_from", "offsets", "padded", "rows")
     keys: Tensor  # (E or more,) row << 32 | column, sorted; NONE after them
     offsets: Tensor  # (N + 1,)
     rows: int
-    _copy: Copy
+    _copy: HostCopy
     _known: Known | None
-    made: dict[str, Any]  # layouts of calls with the same targets: `places`
-    padded: bool  # whether ids came padded: errors speak of what the caller passed
-    given: tuple[tuple[str, Any, Stamp], ...]  # the tensors it was made from: name, tensor, stamp when it was made
+    cache: dict[str, Any]  # `places` for the targets of the last call
+    padded: bool  # whether ids came padded, so that errors fit what the caller passed
+    made_from: tuple[tuple[str, Any, Snapshot], ...]  # name, tensor, snapshot
 
-    def __init__(self, keys: Tensor, offsets: Tensor, numbers: Tensor | Copy, padded: bool) -> None:
-        copy = numbers if isinstance(numbers, Copy) else Copy(numbers)
-        self._set(keys=keys, offsets=offsets, rows=len(offsets) - 1, padded=padded, given=())
-        self._set(_copy=copy, _known=None, made={})
+    def __init__(self, keys: Tensor, offsets: Tensor, numbers: Tensor | HostCopy, padded: bool) -> None:
+        copy = numbers if isinstance(numbers, HostCopy) else HostCopy(numbers)
+        self._set(keys=keys, offsets=offsets, rows=len(offsets) - 1, padded=padded, made_from=())
+        self._set(_copy=copy, _known=None, cache={})
         if keys.device.type == "cpu":
             self.known()
 
     @classmethod
     def from_csr(cls, ids: Tensor, offsets: Tensor) -> Support:
         """Row n keeps `ids[offsets[n]:offsets[n + 1]]`."""
-        given = {"ids": ids, "offsets": offsets}
+        tensors = {"ids": ids, "offsets": offsets}
         ids, offsets = integers("ids", ids), integers("offsets", offsets)
         if ids.ndim != 1:
             raise ValueError(f"ids: wanted the kept columns of all rows in one dimension, got shape {tuple(ids.shape)}")
@@ -75,20 +75,20 @@ class Support(Immutable):
             raise ValueError(f"offsets: wanted (rows + 1,), from 0 to {len(ids)}, got shape {tuple(offsets.shape)}")
         _check_device(ids, offsets)
         row_E = torch.searchsorted(offsets[1:].contiguous(), torch.arange(len(ids), device=ids.device), right=True)
-        return cls(*_sorted(row_E, ids, offsets.clone()), False)._of(given)
+        return cls(*_sorted(row_E, ids, offsets.clone()), False)._from(tensors)
 
     @classmethod
     def from_padded(cls, ids: Tensor) -> Support:
         """Row n keeps the columns `ids[n]`, (..., K); entries of -1 are padding."""
-        given, ids = {"ids": ids}, integers("ids", ids)
+        tensors, ids = {"ids": ids}, integers("ids", ids)
         if ids.ndim < 2:
             raise ValueError(f"ids: wanted (rows, K), padded with -1, got shape {tuple(ids.shape)}")
         _check_device(ids, ids)
         flat = ids.flatten(0, -2)
-        here = flat != -1
-        offsets = torch.nn.functional.pad(here.sum(-1).cumsum(0), (1, 0))
+        present = flat != -1
+        offsets = torch.nn.functional.pad(present.sum(-1).cumsum(0), (1, 0))
         row = torch.arange(len(flat), device=ids.device)[:, None].expand_as(flat)
-        return cls(*_sorted(row.reshape(-1), flat.reshape(-1), offsets, here.reshape(-1)), True)._of(given)
+        return cls(*_sorted(row.reshape(-1), flat.reshape(-1), offsets, present.reshape(-1)), True)._from(tensors)
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Support:
@@ -103,32 +103,32 @@ class Support(Immutable):
         flat = mask.flatten(0, -2)
         row_E, id_E = flat.nonzero(as_tuple=True)
         offsets = torch.nn.functional.pad(flat.sum(-1).cumsum(0), (1, 0))
-        return cls(*_sorted(row_E, id_E, offsets), True)._of({"mask": mask})
+        return cls(*_sorted(row_E, id_E, offsets), True)._from({"mask": mask})
 
-    def _of(self, given: dict[str, Tensor]) -> Support:
+    def _from(self, tensors: dict[str, Tensor]) -> Support:
         if torch.compiler.is_compiling():
-            return self  # under which no writes are counted
-        large = "mask" in given  # do not keep a mask alive, nor a copy of it
+            return self  # a graph counts no writes
+        large = "mask" in tensors  # do not keep a mask alive, nor a copy of it
         hold: Any = weakref.ref if large else lambda x: lambda: x
-        self._set(given=tuple((name, hold(x), stamp(x, copied=not large)) for name, x in given.items()))
+        self._set(made_from=tuple((name, hold(x), snapshot(x, copied=not large)) for name, x in tensors.items()))
         return self
 
     def check_written(self) -> None:
         """Raise if the tensors that it was made from have been written to since."""
-        for name, find, written in self.given:
-            x = find()
-            if x is not None and not holds(written, x):
+        for name, tensor, before in self.made_from:
+            x = tensor()
+            if x is not None and not unchanged(before, x):
                 raise ValueError(
-                    f"{name}: was written to after hl.Support was made of it; make the support again, or of a copy"
+                    f"{name}: was written to after hl.Support was made from it; make the support again, or from a copy"
                 )
 
     def known(self) -> Known:
-        """The numbers of the support; raises if its ids are wrong.  This waits for the copy of these numbers alone."""
+        """The support's sizes; raises if its ids are wrong.  This waits for the copy of these numbers alone."""
         if self._known is None:
-            if self._copy.event is not None and not defers(self.keys.device):
+            if self._copy.event is not None and not should_defer(self.keys.device):
                 raise ValueError(
-                    "support: its sizes must be on the host before a CUDA graph is captured; make it before, and call "
-                    "support.known() once"
+                    "support: its sizes must be on the host before a CUDA graph is captured; make it before then, and "
+                    "call support.known() once"
                 )
             numbers = self._copy.wait()
             (low, high, repeated), offsets = numbers[:3].tolist(), numbers[3:]
@@ -170,7 +170,7 @@ class Support(Immutable):
         return known
 
     def _columns(self) -> Tensor:
-        """Each key's column, as it was given, even if it is negative or too large; 0 for padding."""
+        """Each key's column as the caller passed it, even if it is negative or too large; 0 for padding."""
         return torch.where(self.keys == NONE, 0, (self.keys << SHIFT) >> SHIFT)
 
     def _refuse(self, wrong: Tensor, why: str, argument: str = "ids") -> None:
@@ -202,13 +202,13 @@ def check_kind(support: object) -> None:
 
 
 def check_counted(support: Support, targets: Tensor | None) -> None:
-    """Check that every row that counts keeps a column.  On a GPU a later call raises; nothing waits."""
+    """Check that every row that counts keeps a column.  On a GPU nothing waits, and a later call raises."""
     if targets is None:
         empty_N = support.known().offsets.diff() == 0
         if bool(empty_N.any()):
             row = int(empty_N.int().argmax())
             raise ValueError(
-                f"support: row {row} keeps no columns; wanted at least one, for without targets every row counts"
+                f"support: row {row} keeps no columns; wanted at least one, since without targets every row counts"
             )
         return
     if support.rows != targets.numel():
@@ -221,37 +221,39 @@ def check_counted(support: Support, targets: Tensor | None) -> None:
         return
     empty_N = (support.lengths == 0) & (targets.reshape(-1) != IGNORE)
     first = torch.stack([empty_N.any().long(), empty_N.int().argmax()])
-    now_or_later(first, first[:1], _check_first, "support: a row that counts keeps no columns")
+    check_now_or_later(first, first[:1], _check_first, "support: a row that counts keeps no columns")
 
 
-def _check_first(found: Tensor) -> None:
-    some, row = found.tolist()
-    if some:
+def _check_first(numbers: Tensor) -> None:
+    any_empty, row = numbers.tolist()
+    if any_empty:
         raise ValueError(
-            f"support: row {row} counts and keeps no columns; wanted at least one, or the target -100 for a row that "
-            f"is not to count"
+            f"support: row {row} counts and keeps no columns; wanted at least one, or the target -100, which makes "
+            f"the row ignored"
         )
 
 
 def _check_device(x: Tensor, y: Tensor, name: str = "ids") -> None:
     check_device("offsets", y, x.device, "ids")
     if x.device.type == "meta":
-        raise ValueError(f"{name}: is on meta; a support's sizes are its values, so wanted real ones")
+        raise ValueError(
+            f"{name}: is on meta; a support's sizes come from its values, so wanted a tensor that has some"
+        )
 
 
 def _sorted(
-    row_E: Tensor, id_E: Tensor, offsets: Tensor, here_E: Tensor | None = None
+    row_E: Tensor, id_E: Tensor, offsets: Tensor, present_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The keys in order, the offsets, and the numbers that the host must know."""
     least = torch.iinfo(torch.int32)
     id_E = id_E.clamp(least.min, least.max)  # ids beyond that are out of range anyway
     keys_E = torch.add(id_E, row_E, alpha=1 << SHIFT)
-    keys_E = keys_E if here_E is None else keys_E.masked_fill(~here_E, NONE)
+    keys_E = keys_E if present_E is None else keys_E.masked_fill(~present_E, NONE)
     keys_E = keys_E.sort().values
     if len(keys_E):
-        low, high = (id_E if here_E is None else id_E.masked_fill(~here_E, 0)).aminmax()
+        low, high = (id_E if present_E is None else id_E.masked_fill(~present_E, 0)).aminmax()
         again_E = keys_E[1:] == keys_E[:-1]
-        repeated = (again_E if here_E is None else again_E & (keys_E[1:] != NONE)).any()
+        repeated = (again_E if present_E is None else again_E & (keys_E[1:] != NONE)).any()
     else:
         low = high = repeated = offsets.new_zeros(())
     numbers = torch.cat([torch.stack([low, high, repeated.to(low.dtype)]), offsets])

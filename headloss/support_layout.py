@@ -18,20 +18,21 @@ from torch import Tensor
 from headloss.deferred_checks import is_capturing
 from headloss.nested import nest
 from headloss.support import IGNORE, SHIFT, Known, Support, check_counted
-from headloss.writes import holds, stamp
+from headloss.writes import snapshot, unchanged
 
 EVEN = 16  # a row's places are a multiple of this, so that rows are aligned
-ZERO, NONE = -1, -2  # in place of a column: any logit will do; another rank's, or no entry
+ZERO, NONE = -1, -2  # in place of a column: its logit does not matter; it is another rank's, or there is none
 
 
 def places_of(support: Support, targets: Tensor | None, find: Any = None) -> Places:
     """The places for these targets, from an earlier call if the targets have not been written to since.
 
-    `find`: a backend's own way to find them, in one launch.
+    `find`: a backend's function that finds them in one launch.
     """
-    of, was, kept = support.made.get("places", (None, None, None))
-    if kept is not None and of() is targets and (targets is None or holds(was, targets)) and not _captures(support):
-        places: Places = kept
+    of, before, cached = support.cache.get("places", (None, None, None))
+    same = cached is not None and of() is targets and (targets is None or unchanged(before, targets))
+    if same and not _captures(support):
+        places: Places = cached
         return places
     places = Places.make(support, targets) if find is None else Places.found(support, targets, find)
     remember(support, targets, places)
@@ -39,11 +40,11 @@ def places_of(support: Support, targets: Tensor | None, find: Any = None) -> Pla
 
 
 def remember(support: Support, targets: Tensor | None, places: Places) -> None:
-    """Keep the places for the next call, except during CUDA graph capture or if the targets do not count writes."""
+    """Cache the places for the next call, except during graph capture or if nothing counts writes to the targets."""
     if _captures(support) or (targets is not None and targets.is_inference()):
         return
     of: Any = (lambda: None) if targets is None else weakref.ref(targets)
-    support.made["places"] = of, None if targets is None else stamp(targets), places
+    support.cache["places"] = of, None if targets is None else snapshot(targets), places
 
 
 def _captures(support: Support) -> bool:
@@ -59,7 +60,7 @@ class Entries(NamedTuple):
     number_E: Tensor  # the row's index among all rows
     id_E: Tensor  # the column in the whole vocabulary; -1 if empty
     place_E: Tensor  # flat index in the block; one past its end if empty
-    made: dict[Any, Any]  # results of `columns` and `by_column`, by their arguments
+    cache: dict[Any, Any]  # results of `columns` and `by_column`, by their arguments
 
     def spread(self, x_E: Tensor, fill: float) -> Tensor:
         """(C, W) from a value per entry."""
@@ -69,26 +70,26 @@ class Entries(NamedTuple):
     def columns(self, shard: tuple[int, int] | None, single_N: Tensor | None) -> Tensor:
         """Each entry's column in the head, or in a shard (first column, width); else `ZERO` or `NONE`.
 
-        `single_N`: rows with one column, whose softmax is 1 whatever its logit is.
+        `single_N`: rows with one column, whose probability is 1 whatever its logit is.
         """
         key = shard, single_N is None
-        if key not in self.made:
+        if key not in self.cache:
             start, columns = shard or (0, 1 << SHIFT)
             column_E = self.id_E - start
             column_E = column_E.masked_fill((self.id_E < 0) | (column_E < 0) | (column_E >= columns), NONE)
             if single_N is not None:
                 column_E = torch.where((column_E >= 0) & single_N[self.number_E], ZERO, column_E)
-            self.made[key] = column_E
-        found: Tensor = self.made[key]
+            self.cache[key] = column_E
+        found: Tensor = self.cache[key]
         return found
 
     def by_column(self, shard: tuple[int, int] | None, single_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The entries sorted by their `columns`: the columns, the rows' indices and the places."""
         key = "sorted", shard, single_N is None
-        if key not in self.made:
+        if key not in self.cache:
             column_E, order_E = self.columns(shard, single_N).to(torch.int32).sort(stable=True)
-            self.made[key] = column_E.long(), self.number_E[order_E], self.place_E[order_E]
-        found: tuple[Tensor, Tensor, Tensor] = self.made[key]
+            self.cache[key] = column_E.long(), self.number_E[order_E], self.place_E[order_E]
+        found: tuple[Tensor, Tensor, Tensor] = self.cache[key]
         return found
 
 
@@ -98,7 +99,7 @@ class Places:
     keys: Tensor  # row << 32 | column, in order
     offsets: Tensor  # (N + 1,) of the keys
     lengths_N: Tensor  # columns of each row, including an inserted target
-    single_N: Tensor  # whether there is only one
+    single_N: Tensor  # whether there is only one column
     target_N: Tensor | None
     marked_N: Tensor | None  # the place of a row's target; -100 if the row is ignored
     missing_N: Tensor | None  # whether a target was inserted
@@ -109,8 +110,8 @@ class Places:
         "keys", "offsets", "lengths_N", "single_N", "target_N", "marked_N", "missing_N", "number_E", "id_E", "place_E",
     )  # fmt: skip
 
-    def __init__(self, known: Known, tensors: dict[str, Tensor | None], whole: Entries | None = None) -> None:
-        self.known, self._whole = known, whole
+    def __init__(self, known: Known, tensors: dict[str, Tensor | None], every_row: Entries | None = None) -> None:
+        self.known, self._every_row = known, every_row
         self.__dict__ |= tensors
         self.N = len(self.offsets) - 1
         self.extra = 0 if self.target_N is None else 1  # a row's entries beyond its set: its target
@@ -128,8 +129,8 @@ class Places:
         if targets is not None:
             target_N = targets.reshape(-1)
             ignored_N = target_N == IGNORE
-            place_N, here_N = _find(keys_E, offsets, number_N, target_N)
-            missing_N = ~(ignored_N | here_N)
+            place_N, kept_N = _find(keys_E, offsets, number_N, target_N)
+            missing_N = ~(ignored_N | kept_N)
             lengths_N = lengths_N + missing_N
             own = {"target_N": target_N, "marked_N": place_N.masked_fill(ignored_N, IGNORE), "missing_N": missing_N}
             target_E = target_N[number_E]
@@ -145,31 +146,33 @@ class Places:
 
     @classmethod
     def found(cls, support: Support, targets: Tensor | None, find: Any) -> Places:
-        """Like `make`, by a backend's kernel: `find` takes keys, offsets, targets, and the number of places per row."""
+        """Like `make`, by a backend's kernel: `find` takes keys, offsets, targets and the number of places per row."""
         check_counted(support, targets)
         known, target_N = support.known(), None if targets is None else targets.reshape(-1)
         keys_E, width = support.keys[: known.total], even(known.longest + (targets is not None))
         entries, rows = find(keys_E, support.offsets, target_N, width)
         own = {"keys": keys_E, "offsets": support.offsets, "target_N": target_N, "marked_N": None, "missing_N": None}
         number_E, id_E, place_E, flat_E, column_E = entries
-        whole = Entries(support.rows, width, slice(0, support.rows), number_E, id_E, flat_E, {(None, False): column_E})
-        return cls(known, {**own, **rows, "number_E": number_E, "id_E": id_E, "place_E": place_E}, whole)
+        every_row = Entries(
+            support.rows, width, slice(0, support.rows), number_E, id_E, flat_E, {(None, False): column_E}
+        )
+        return cls(known, {**own, **rows, "number_E": number_E, "id_E": id_E, "place_E": place_E}, every_row)
 
     def find(self, number: Tensor, ids_CK: Tensor) -> Tensor:
-        """The places of the columns that each row names; -1 for columns that it does not keep."""
+        """The places of these columns of each row; -1 for columns that the row does not keep."""
         number = number[:, None].expand_as(ids_CK).contiguous()
-        place, here = _find(self.keys, self.offsets, number, ids_CK.contiguous())
+        place, kept = _find(self.keys, self.offsets, number, ids_CK.contiguous())
         if self.target_N is not None and self.missing_N is not None:
             missing, target = self.missing_N[number], self.target_N[number]
-            place, here = place + (missing & (ids_CK > target)), here | (missing & (ids_CK == target))
-        return torch.where(here, place, -1)
+            place, kept = place + (missing & (ids_CK > target)), kept | (missing & (ids_CK == target))
+        return torch.where(kept, place, -1)
 
     def entries(self, keep: Tensor | None, part: slice) -> Entries:
-        """The entries of rows `part`, which counts among the rows in `keep`, or among all."""
+        """The entries of the rows `part` of the rows in `keep`, or of all rows."""
         if keep is None and (part.start, part.stop) == (0, self.N):
-            if self._whole is None:
-                self._whole = self._entries(None, part)
-            return self._whole
+            if self._every_row is None:
+                self._every_row = self._entries(None, part)
+            return self._every_row
         return self._entries(keep, part)
 
     def _entries(self, keep: Tensor | None, part: slice) -> Entries:
@@ -189,14 +192,14 @@ class Places:
         return width_of(self.known, self.extra, self.N, in_order, part)
 
     def prepared(self) -> Places:
-        """The same, with all that a call on an unsharded head will need already computed."""
+        """Computes in advance all that a call on an unsharded head needs; returns self."""
         if self.N:
             self.entries(None, slice(0, self.N)).by_column(None, self.single_N)
         return self
 
     def to(self, device: torch.device | str, non_blocking: bool) -> Places:
         tensors = {name: getattr(self, name) for name in self.TENSORS}
-        return Places(self.known, *nest((tensors, self._whole), lambda x: x.to(device, non_blocking=non_blocking)))
+        return Places(self.known, *nest((tensors, self._every_row), lambda x: x.to(device, non_blocking=non_blocking)))
 
 
 def width_of(known: Known, extra: int, N: int, in_order: bool, part: slice) -> int:
@@ -215,8 +218,8 @@ def _find(keys_E: Tensor, offsets: Tensor, number: Tensor, column: Tensor) -> tu
     """A column's place among its row's kept columns, and whether it is one of them."""
     key = (number << SHIFT) + column.clamp(min=0)
     at = torch.searchsorted(keys_E, key)
-    here = keys_E[at.clamp(max=len(keys_E) - 1)] == key if len(keys_E) else torch.zeros_like(at).bool()
-    return at - offsets[number], here & (column >= 0)
+    found = keys_E[at.clamp(max=len(keys_E) - 1)] == key if len(keys_E) else torch.zeros_like(at).bool()
+    return at - offsets[number], found & (column >= 0)
 
 
 def _woven(x_E: Tensor, x_N: Tensor, at_E: Tensor, at_N: Tensor) -> Tensor:

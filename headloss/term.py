@@ -10,28 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.derived_teachers import Draft, check_top, whole_of
+from headloss.bounded_cache import store
+from headloss.derived_teachers import AtIds, check_top, whole_of
 from headloss.divergence import TAILS, Element, bucket_loss, is_divergence, sparse_loss, summed, top_loss
 from headloss.facts import FACTS, NEEDS_TARGET, Fact
 from headloss.immutable import Immutable
-from headloss.kept import keep
 from headloss.options import check_option, is_number, parameters_of, shown
 from headloss.reductions import NEEDS_SEGMENTS, REDUCTIONS, check_reduced
 from headloss.routed import Routed, routes_of
 from headloss.sources import Sparse, Teacher, is_symbol
 from headloss.teachers import SPARSE, TOP
 from headloss.trace.call import Call, RowWeight
-from headloss.trace.function_reads import ours, reads
+from headloss.trace.function_reads import is_ours, reads_of
 from headloss.trace.signature import (
-    CALL,
+    CALL_NAMES,
+    CANDIDATES,
     COMPARING,
-    IDS,
-    ONLY,
     RESERVED,
+    UNNAMED,
     classes_of,
     counts_of,
     function_name,
-    passed,
+    passed_names,
     read_signature,
     share_of,
     suggest,
@@ -134,7 +134,7 @@ class Term(Immutable):
             why = "which divides by it" if length is None else "which does not use it; 'seq_mean_token_sum_norm' does"
             raise ValueError(f"length: got {shown(length)} with reduction={reduction!r}, {why}")
         if reduction_segments is not None:
-            check_reduced(fn, function_name(fn), reduction, reduction_segments, (*CALL, *FACTS))
+            check_reduced(fn, function_name(fn), reduction, reduction_segments, (*CALL_NAMES, *FACTS))
         for name, value in (("length", length), ("temperature", temperature)):
             if value is not None and not (is_number(value) and value > 0):
                 raise ValueError(f"{name}: wanted a positive number, got {shown(value)}")
@@ -142,12 +142,12 @@ class Term(Immutable):
         for w in _several(row_weight):
             if not (isinstance(w, str) or callable(w)):
                 raise TypeError(f"row_weight: wanted an input's name, a function, or a list of them, got {shown(w)}")
-            if isinstance(w, str) and (not w or w in CALL):
+            if isinstance(w, str) and (not w or w in CALL_NAMES):
                 raise ValueError(f"row_weight: no input of a call can be named {w!r}; rename it")
         if teacher is not None and not (isinstance(teacher, str) and teacher):
             got = "an empty one" if teacher == "" else type(teacher).__name__
             raise TypeError(f"teacher: wanted a teacher's name, got {got}; pass the teacher itself to the call")
-        if targets is not None and not (isinstance(targets, str) and targets and targets not in (*CALL, *FACTS)):
+        if targets is not None and not (isinstance(targets, str) and targets and targets not in (*CALL_NAMES, *FACTS)):
             raise TypeError(f"targets: wanted the name of an input that holds them, got {shown(targets)}")
         if tail not in TAILS:
             raise ValueError(f"tail: wanted one of {', '.join(TAILS)}, got {shown(tail)}{suggest(str(tail), TAILS)}")
@@ -167,7 +167,7 @@ class Term(Immutable):
             fn=fn, weight=weight, reduction=reduction, length=length, reduction_segments=reduction_segments,
             row_weight=row_weight, temperature=temperature, facts=MappingProxyType(_check_facts(facts)),
             inputs=MappingProxyType(_check_taken(inputs)), targets=targets, teacher=teacher, tail=tail, top=top,
-            support=support, pure=pure, _calls={}, _foreign_divergence=is_divergence(fn) and not ours(fn),
+            support=support, pure=pure, _calls={}, _foreign_divergence=is_divergence(fn) and not is_ours(fn),
         )  # fmt: skip
         share = None if reduction_segments is None else share_of(reduction, length, reduction_segments)
         self._set(options=MappingProxyType(_check_options(fn, options)), classes=classes_of(temperature), share=share)
@@ -196,17 +196,17 @@ class Term(Immutable):
 
     def call(self, source_temperature: float | None, teachers: Mapping[str, Teacher]) -> Call:
         """The function ready to be called: its facts named, and a divergence in the form that suits its teacher."""
-        given = passed(teachers)
-        name = self.teacher or (given[0] if len(given) == 1 else ONLY)
-        sparse, draft, routed = (isinstance(teachers.get(name), kind) for kind in (Sparse, Draft, Routed))
-        ids = IDS if IDS in teachers and self.teacher is None else name
+        given = passed_names(teachers)
+        name = self.teacher or (given[0] if len(given) == 1 else UNNAMED)
+        sparse, draft, routed = (isinstance(teachers.get(name), kind) for kind in (Sparse, AtIds, Routed))
+        ids = CANDIDATES if CANDIDATES in teachers and self.teacher is None else name
         classes = self.classes if self.classes in teachers else None
         key = (source_temperature, name, sparse, draft, routed, ids, classes, self.content())
         made = self._calls.get(key)
         if made is None:
             made = self._call(source_temperature, name, sparse, draft, ids, classes, routed)
             if not torch.compiler.is_compiling():  # under which no mapping may change
-                keep(self._calls, key, made, _MOST_CALLS)
+                store(self._calls, key, made, _MOST_CALLS)
         return made
 
     def _call(self, T: float | None, name: str, sparse: bool, draft: bool, ids: str, *how: Any) -> Call:
@@ -219,7 +219,7 @@ class Term(Immutable):
 
     def content(self) -> Any:
         """What a divergence reads now, if that can change; the fact that it becomes depends on it."""
-        return reads(self.fn).key if self.has_foreign_divergence else None
+        return reads_of(self.fn).key if self.has_foreign_divergence else None
 
     @property
     def has_foreign_divergence(self) -> bool:
@@ -370,8 +370,9 @@ def _check_taken(inputs: Mapping[str, str] | None) -> dict[str, str]:
     for name, taken in (inputs or {}).items():
         if not (isinstance(name, str) and isinstance(taken, str) and taken):
             raise TypeError(f"inputs: wanted {{parameter: name of an input}}, got {shown(name)}: {shown(taken)}")
-        if taken in CALL or taken in FACTS or "pairs" in (name, taken):
-            what = "a fact" if taken in FACTS else "an argument of the call" if taken in CALL else "checked by its name"
+        if taken in CALL_NAMES or taken in FACTS or "pairs" in (name, taken):
+            of_call = "an argument of the call" if taken in CALL_NAMES else "checked by its name"
+            what = "a fact" if taken in FACTS else of_call
             raise ValueError(f"inputs: {name!r} cannot take {taken!r}, which is {what}")
     return dict(inputs or {})
 

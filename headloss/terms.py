@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headloss.backends import check_backend
 from headloss.immutable import Immutable
-from headloss.metrics import check_names, own_metrics, read_metrics
+from headloss.metrics import check_names, copied_metrics, read_metrics
 from headloss.term import DEFAULTS, Term, as_term
 from headloss.trace.call import Call
 
@@ -37,7 +37,7 @@ class Terms(Immutable):
         self, terms: Mapping[str, Callable[..., Any] | Term], metrics: Any = (), backend: str = "auto"
     ) -> None:
         check_backend(backend)
-        metrics = own_metrics(metrics)
+        metrics = copied_metrics(metrics)
         checked = MappingProxyType({name: as_term(name, x) for name, x in terms.items()})
         calls = tuple(read_metrics(metrics))
         check_names(terms, [name for name, _ in calls])

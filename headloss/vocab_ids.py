@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from headloss.deferred_checks import is_capturing, now_or_later, readable, refuse
+from headloss.deferred_checks import check_now_or_later, check_zero, is_capturing, readable
 from headloss.segments import check_device, integers
-from headloss.writes import holds, stamp
+from headloss.writes import snapshot, unchanged
 
 
 def check_vocab_ids(source: Any) -> None:
@@ -27,44 +27,44 @@ def check_vocab_ids(source: Any) -> None:
 
 
 def check_tokens(ids: Tensor) -> None:
-    """Check that each token occurs only once; tokens that passed are checked again only after a write to them."""
-    if ids.device.type == "meta" or not len(ids) or _known(ids):
+    """Check that each token occurs only once; a tensor that passed is checked again only after a write to it."""
+    if ids.device.type == "meta" or not len(ids) or _is_cached(ids):
         return
     in_order, order = ids.sort(stable=True)
     twice = torch.cat([in_order[1:] == in_order[:-1], in_order.new_zeros(1, dtype=torch.bool)])
     at = twice.int().argmax()  # the first of two equal tokens
     both = [x.take(at) for x in (in_order, order, order.roll(-1))]  # x[at] would wait for the device
     numbers = torch.stack([(in_order[0] < 0).long(), twice.any().long(), in_order[0], order[0], *both])
-    now_or_later(numbers, numbers[:2], _check_found, "vocab_ids: negative, or a token twice")
-    if _lasts(ids):
-        _SORTED[ids] = stamp(ids), (in_order, order)
+    check_now_or_later(numbers, numbers[:2], _check_numbers, "vocab_ids: negative, or a token twice")
+    if _is_cacheable(ids):
+        _SORTED[ids] = snapshot(ids), (in_order, order)
 
 
-def _check_found(found: Tensor) -> None:
-    negative, repeated, least, row, token, one, other = found.tolist()
+def _check_numbers(numbers: Tensor) -> None:
+    negative, repeated, least, row, token, one, other = numbers.tolist()
     if negative:
         raise ValueError(f"vocab_ids: wanted tokens of the whole vocabulary, got {least} in row {row}")
     if repeated:
         raise ValueError(f"vocab_ids: wanted each token once, but rows {one} and {other} are both {token}")
 
 
-# for each tensor that passed: its stamp, and its tokens in order
+# for each tensor that passed: its snapshot, its tokens in order and their columns
 _SORTED: Any = WeakIdKeyDictionary()
 
 
 def sorted_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens in order, and their columns; computed once for a tensor that nobody writes to."""
+    """The tokens in order, and their columns; computed once for a tensor that nothing writes to."""
     check_tokens(ids)
-    found: tuple[Tensor, Tensor] = _SORTED[ids][1] if _known(ids) else ids.sort(stable=True)
+    found: tuple[Tensor, Tensor] = _SORTED[ids][1] if _is_cached(ids) else ids.sort(stable=True)
     return found
 
 
-def _known(ids: Tensor) -> bool:
-    return _lasts(ids) and ids in _SORTED and holds(_SORTED[ids][0], ids)
+def _is_cached(ids: Tensor) -> bool:
+    return _is_cacheable(ids) and ids in _SORTED and unchanged(_SORTED[ids][0], ids)
 
 
-def _lasts(ids: Tensor) -> bool:
-    """Whether a later call may use what is made from it now."""
+def _is_cacheable(ids: Tensor) -> bool:
+    """Whether a later call may use what is computed from it now."""
     if torch.compiler.is_compiling():  # first: a graph cannot evaluate `is_inference`
         return False
     plain = type(ids) in (Tensor, torch.nn.Parameter) and not ids.is_inference()
@@ -72,7 +72,7 @@ def _lasts(ids: Tensor) -> bool:
 
 
 def to_columns(vocab_ids: Tensor, x: Tensor, ignore: int, name: str = "") -> tuple[Tensor, Tensor]:
-    """Tokens as columns, and which tokens have none; those become `ignore`, and `ignore` itself stays."""
+    """Tokens as columns, and which tokens have none: these become `ignore`.  `ignore` itself stays."""
     wrong = (x < 0) & (x != ignore) if name and readable(x) else None
     if wrong is not None and bool(wrong.any()):
         row = int(wrong.reshape(-1).int().argmax())
@@ -94,25 +94,24 @@ def count(x: Tensor) -> Tensor:
 
 
 class Tokens(NamedTuple):
-    """Targets that were turned into columns of these tokens: how many of them have no column, and out of how many."""
+    """Targets turned into columns of these tokens: how many targets have no column, and out of how many."""
 
     vocab_ids: Tensor
     missing: Tensor
     counted: Tensor
     lost: Tensor  # per row, whether its target is missing
-    as_prepared: Tensor  # a copy of `vocab_ids`, for graphs, in which writes to a tensor go unnoticed
+    as_prepared: Tensor  # a copy of `vocab_ids`, for graphs, where nothing notices writes to a tensor
 
     def to(self, device: torch.device | str, non_blocking: bool) -> Tokens:
         return Tokens(*(x.to(device, non_blocking=non_blocking) for x in self))
 
     def check(self, vocab_ids: Tensor) -> None:
-        """Check that a head has these tokens.  On a GPU a later call raises if not; nothing waits."""
-        wanted = "targets: were prepared with vocab_ids other than those of the source"
-        own = self.as_prepared if torch.compiler.is_compiling() else self.vocab_ids
-        if own is vocab_ids:
+        """Check that a head has these tokens.  On a GPU nothing waits, and a later call raises."""
+        message = "targets: were prepared with vocab_ids other than those of the source"
+        prepared = self.as_prepared if torch.compiler.is_compiling() else self.vocab_ids
+        if prepared is vocab_ids:
             return
         if self.vocab_ids.shape != vocab_ids.shape or self.vocab_ids.device != vocab_ids.device:
-            here, there = (f"{tuple(x.shape)} on {x.device}" for x in (self.vocab_ids, vocab_ids))
-            raise ValueError(f"{wanted}: {here}, those are {there}")
-        differ = (own != vocab_ids).any()
-        refuse(wanted, (differ, wanted))
+            got, wanted = (f"{tuple(x.shape)} on {x.device}" for x in (self.vocab_ids, vocab_ids))
+            raise ValueError(f"{message}: {got}, those of the source are {wanted}")
+        check_zero(message, ((prepared != vocab_ids).any(), message))

@@ -23,7 +23,7 @@ from torch import Tensor
 import headloss as hl
 from headloss.checks import dense
 from headloss.checks.dense_records import DenseCall
-from headloss.trace.signature import ONLY
+from headloss.trace.signature import UNNAMED
 
 IGNORE = -100
 
@@ -163,7 +163,7 @@ class View(dense.Dense):
         return FACTS[name](self.softmax(temperature)) if name in FACTS else super().fact(name, temperature, teacher)
 
     def reduced(self, term: hl.Term, values: Tensor, weight: Tensor | None = None) -> Tensor:
-        self.look_as(term)
+        self.show_to(term)
         values = values if weight is None else values * weight
         return (self.coefficients(term, len(values), weight) * values)[self.counts(len(values))].sum()
 
@@ -172,7 +172,7 @@ def given(problem: Problem, leaves: Mapping[str, Tensor], inputs: Mapping[str, A
     lead = len(problem.shape)
     per_row = lambda n, x: n != "pairs" and isinstance(x, Tensor) and x.ndim and tuple(x.shape[:lead]) == problem.shape
     kinds = {n: "row" if per_row(n, x) else "whole" for n, x in inputs.items()}
-    teachers = {} if problem.teacher is None else {ONLY: hl.Logits(problem.teacher)}
+    teachers = {} if problem.teacher is None else {UNNAMED: hl.Logits(problem.teacher)}
     return DenseCall(problem.source(leaves), problem.targets, problem.segments, teachers, inputs, kinds, **options)
 
 

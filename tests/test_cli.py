@@ -194,8 +194,8 @@ def test_bench_wants_a_plot_that_can_be_drawn(tmp_path: Path) -> None:
 
 
 def test_bench_refuses_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = bench.own("1MiB")["headloss, hidden"]
-    monkeypatch.setattr(bench, "own", lambda memory: {"off": lambda h, w, y: right(h, w, y) * 1.001})
+    right = bench.headloss_ways("1MiB")["headloss, hidden"]
+    monkeypatch.setattr(bench, "headloss_ways", lambda memory: {"off": lambda h, w, y: right(h, w, y) * 1.001})
     found = CliRunner().invoke(main, [*SMALL, "--json"])
     assert found.exit_code == 1
     off = next(w for w in json.loads(found.stdout)["heads"][0]["ways"] if w["way"] == "off")

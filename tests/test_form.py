@@ -21,20 +21,20 @@ N, V, D, S, K = 12, 34, 5, 3, 4  # as many columns as a form would have rows
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     torch._dynamo.reset()
-    spec._FORMS.clear()
+    spec._SPECS.clear()
 
 
 @pytest.fixture
 def without_numbers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Forms are made of tensors without numbers alone; the modes that they were made in."""
-    modes, found = [], spec._form_of
+    modes, found = [], spec._spec_of
 
     def form_of(recipe: Any, terms: Any, mode: Any) -> Any:
         modes.append(mode)
         assert isinstance(mode, spec.FakeTensorMode), "a form asked for numbers"
         return found(recipe, terms, mode)
 
-    monkeypatch.setattr(spec, "_form_of", form_of)
+    monkeypatch.setattr(spec, "_spec_of", form_of)
     return modes
 
 
@@ -236,8 +236,8 @@ def test_kernels(terms: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None
         torch.testing.assert_close(
             torch.autograd.grad(a, logits, retain_graph=True), torch.autograd.grad(b, logits, retain_graph=True)
         )
-    (text,) = spec._FORMS
-    assert recipe.read(text).visited == ("js" in terms)
+    (text,) = spec._SPECS
+    assert recipe.read_recipe(text).visited == ("js" in terms)
 
 
 @inside
@@ -259,8 +259,8 @@ def test_kernels_of_float16_segments() -> None:
     (want * 2**16).backward()
     assert exact.grad is not None and half.grad is not None
     torch.testing.assert_close(half.grad.double(), exact.grad, rtol=4e-3, atol=4e-6)
-    (text,) = spec._FORMS
-    assert not recipe.read(text).visited
+    (text,) = spec._SPECS
+    assert not recipe.read_recipe(text).visited
 
 
 @inside

@@ -1047,7 +1047,7 @@ def test_segments_are_counted_with_them(rows, low):
     alone = triton_totals.count_targets(targets)
     assert torch.equal(numbers[:3], alone.numbers) and torch.equal(mean, alone.one_token)
     stats = prepared.Stats.read(numbers)
-    assert not stats.sorted and (stats.unassigned, stats.stray) == tuple(expected[3:5].tolist())
+    assert not stats.sorted and (stats.unassigned, stats.extreme_id) == tuple(expected[3:5].tolist())
 
 
 @inside

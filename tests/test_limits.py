@@ -18,7 +18,7 @@ import torch
 import headloss as hl
 from headloss.cli.memory import peak_bytes
 from headloss.losses import LOSSES, cross_entropy, z_loss
-from headloss.trace.trace import Shape, trace
+from headloss.trace.trace import InputSpec, trace
 
 CODE = "__import__('os').system('touch /tmp/owned')"
 WRONG: dict[str, Any] = {
@@ -158,7 +158,9 @@ def test_printed_code_has_known_names_only() -> None:
         if "logq" in fn.__code__.co_varnames:
             continue
         call = hl.Term(fn).call(None, {})
-        inputs = {n: Shape("row", torch.float32, ()) for n in call.input_names if n not in ("pairs", "desirable", "kl")}
+        inputs = {
+            n: InputSpec("row", torch.float32, ()) for n in call.input_names if n not in ("pairs", "desirable", "kl")
+        }
         try:
             found = trace(call, inputs, torch.float32, "cpu", False)
             source = lower.source_of(found.joint, "loss") if found.joint is not None else None

@@ -42,7 +42,7 @@ def nothing_pending() -> Any:
 def deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU as if a read from it would wait."""
     for name in ("deferred_checks", "prepared", "rows", "engine.bind", "engine.row_facts"):
-        monkeypatch.setattr(f"headloss.{name}.defers", lambda device: True)
+        monkeypatch.setattr(f"headloss.{name}.should_defer", lambda device: True)
 
 
 def problem(rows: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,16 +143,16 @@ def test_checks_do_not_pile_up() -> None:
 
 def test_numbers_that_a_kernel_writes_are_read_when_all_are_there() -> None:
     """And their memory serves the next call, as if nothing had been written to it."""
-    spot, seen = deferred_checks.landing(torch.device("cpu")), []
+    spot, seen = deferred_checks.host_slots(torch.device("cpu")), []
     deferred_checks.check_later(spot, lambda x: seen.append(x.tolist()))
     for i, number in enumerate((1, 5, 7)):
         deferred_checks.check_pending()
-        assert not seen and not spot.is_here()
+        assert not seen and not spot.arrived()
         spot.host[i] = number
     deferred_checks.check_pending()
     assert seen == [[1, 5, 7]] and not deferred_checks._PENDING
-    again = deferred_checks.landing(torch.device("cpu"))
-    assert again is spot and not again.is_here()
+    again = deferred_checks.host_slots(torch.device("cpu"))
+    assert again is spot and not again.arrived()
 
 
 def test_what_a_kernel_finds_wrong_is_said_once_by_the_next_call() -> None:

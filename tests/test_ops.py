@@ -17,8 +17,8 @@ import headloss as hl
 from headloss.engine.arguments import CallArguments
 from headloss.facts import VALUED
 from headloss.graph import recipe, spec
-from headloss.graph.compiled import labels
-from headloss.graph.recipe import describe
+from headloss.graph.compiled import constants_of
+from headloss.graph.recipe import split_call
 from headloss.losses import cross_entropy, gspo, gspo_token, jsd, z_loss
 
 V, D = 29, 5
@@ -59,10 +59,10 @@ def same(found: Any, want: Any) -> None:
 
 def arguments(source: Any, targets: Tensor, segments: Any = None, objective: Any = OBJECTIVE, **inputs: Any) -> Any:
     number = None if objective.is_portable(objective.key) else objective.traits.number
-    found, constants = describe(
+    found, constants = split_call(
         CallArguments(source, targets, segments, inputs=inputs), False, objective.traits, number
     )
-    known = labels(objective, constants, host_read=True, direct=False)
+    known = constants_of(objective, constants, host_read=True, direct=False)
     return found.tensors, found.sizes, known.recipe
 
 
@@ -92,7 +92,7 @@ def test_opcheck(source: Callable[[int], Any]) -> None:
 @pytest.mark.parametrize("source", [linear, logits])
 def test_opcheck_of_the_pull(source: Callable[[int], Any]) -> None:
     tensors, sizes, text = arguments(source(6), batch(6)[1])
-    known = spec.form(recipe.read(text))
+    known = spec.result_spec(recipe.read_recipe(text))
     with torch.no_grad():
         out = torch.ops.headloss.visit(tensors, sizes, text)
     n, saved = len(known.facts), (1 + 3 if isinstance(source(2), hl.Linear) else 0)
@@ -187,16 +187,16 @@ def test_an_exported_program_can_be_kept() -> None:
     model, (x, targets) = Model(), batch(7)
     file = io.BytesIO()
     torch.export.save(torch.export.export(model, (x, targets)), file)
-    recipe.read.cache_clear()
-    spec._FORMS.clear()
+    recipe.read_recipe.cache_clear()
+    spec._SPECS.clear()
     same(torch.export.load(file).module()(x, targets), model(x, targets))
 
 
 def test_a_recipe_with_functions_of_its_own_stays_in_its_process() -> None:
     tensors, sizes, text = arguments(logits(6), batch(6)[1], objective=OWN)
-    assert recipe.read(text).terms_of(sizes) is OWN
+    assert recipe.read_recipe(text).terms_of(sizes) is OWN
     tensors, _, ours = arguments(logits(6), batch(6)[1])
-    assert recipe.read(ours).terms not in (None, OBJECTIVE)  # from its config
+    assert recipe.read_recipe(ours).terms not in (None, OBJECTIVE)  # from its config
     with pytest.raises(RuntimeError, match="made in another process"):
         torch.ops.headloss.visit(tensors, [99], text)
 
@@ -223,8 +223,8 @@ def test_recipes_do_not_accumulate() -> None:
         for objective in (OWN, hl.Objective(own=own)):
             compiled(objective, source, targets).backward()
         if i == 2:
-            before = recipe.read.cache_info().currsize, len(spec._FORMS)
-    assert (recipe.read.cache_info().currsize, len(spec._FORMS)) == before
+            before = recipe.read_recipe.cache_info().currsize, len(spec._SPECS)
+    assert (recipe.read_recipe.cache_info().currsize, len(spec._SPECS)) == before
 
 
 def test_every_backward_is_once_differentiable() -> None:

@@ -16,7 +16,7 @@ import headloss as hl
 from headloss.losses import LOSSES
 from headloss.trace import dynamic_shapes
 from headloss.trace import trace as traces
-from headloss.trace.classify import only
+from headloss.trace.classify import subgraph
 
 
 def traced(name: str, kind: str = "Logits", **options: Any) -> list[Any]:
@@ -27,7 +27,7 @@ def traced(name: str, kind: str = "Logits", **options: Any) -> list[Any]:
     oracle.run(hl.Objective(x=hl.Term(LOSSES[name], **options)), problem)
     found = []
     for kept in traces._TRACES.values():
-        graph = None if kept.joint is None else only(kept.joint, lambda out: out).graph
+        graph = None if kept.joint is None else subgraph(kept.joint, lambda out: out).graph
         called = [] if graph is None else [str(n.target) for n in graph.nodes if n.op == "call_function"]
         same = ("detach", "alias", "slice", "sym_size")  # `x[:, 0]` may slice first, or not; a size may be read twice
         called = sorted(x for x in called if not any(name in x for name in same))
@@ -46,7 +46,7 @@ def test_both_ways_show_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*call: Any) -> Any:
         raise dynamic_shapes._NotPlainError
 
-    monkeypatch.setattr(dynamic_shapes, "_note", refuse)
+    monkeypatch.setattr(dynamic_shapes, "_record", refuse)
     assert quick == traced(name) and loaded
 
 
@@ -88,7 +88,7 @@ def test_what_is_not_plain_is_traced_by_torch() -> None:
     given = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
     fn = lambda x, y: x * torch.tensor(7.0) + 0 * y
     with pytest.raises(dynamic_shapes._NotPlainError):
-        dynamic_shapes._note(fn, given, "cpu")
+        dynamic_shapes._record(fn, given, "cpu")
     torch.testing.assert_close(dynamic_shapes.trace_these_sizes(fn, given)(*given), torch.tensor([7.0, 14.0]))
     with pytest.raises(RuntimeError):  # and what torch cannot trace is still an error
         dynamic_shapes.trace_these_sizes(lambda x, y: x * float(y.sum()), given)
@@ -125,13 +125,13 @@ def test_a_size_of_an_argument_is_read_off_it(fn: Any) -> None:
     """As the gradient of a sum over each row's columns is expanded to the number of rows."""
     joint = lambda x: torch.autograd.grad(fn(x.requires_grad_()).sum(), x)[0] + fn(x).detach()[:, None]
     examples = lambda i, device: [torch.zeros(5 + 2 * i, 3, device=device)]
-    notes = [dynamic_shapes._note(joint, examples(i, "cpu"), "cpu") for i in (0, 1)]
-    assert dynamic_shapes._hold_for_any_size(*notes)
+    notes = [dynamic_shapes._record(joint, examples(i, "cpu"), "cpu") for i in (0, 1)]
+    assert dynamic_shapes._independent_of_sizes(*notes)
     for n in (2, 9):
         x = torch.randn(n, 3)
         torch.testing.assert_close(notes[0](x), joint(x.clone()))
-    twice = [dynamic_shapes._note(lambda x: x * (2 * len(x)), examples(i, "cpu"), "cpu") for i in (0, 1)]
-    assert not dynamic_shapes._hold_for_any_size(*twice)
+    twice = [dynamic_shapes._record(lambda x: x * (2 * len(x)), examples(i, "cpu"), "cpu") for i in (0, 1)]
+    assert not dynamic_shapes._independent_of_sizes(*twice)
 
 
 @pytest.mark.parametrize("options", [{}, {"tail": "none"}, {"tail": "renormalise"}])
@@ -155,7 +155,7 @@ def test_a_sparse_teacher_loads_no_compiler(name: str, options: Any, monkeypatch
             def refuse(*call: Any) -> Any:
                 raise dynamic_shapes._NotPlainError
 
-            monkeypatch.setattr(dynamic_shapes, "_note", refuse)
+            monkeypatch.setattr(dynamic_shapes, "_record", refuse)
     assert len(found) == 2 and loaded
     torch.testing.assert_close(found[0][:2], found[1][:2], rtol=0, atol=0)
     assert found[0][2] == found[1][2]
@@ -166,18 +166,18 @@ def test_a_value_that_it_branches_on_is_not_plain() -> None:
         return -x if bool(x.sum() > 0) else x
 
     with pytest.raises(dynamic_shapes._NotPlainError):
-        dynamic_shapes._note(branches, [torch.zeros(3)], "cpu")
+        dynamic_shapes._record(branches, [torch.zeros(3)], "cpu")
 
 
 def test_a_device_is_that_of_the_call() -> None:
-    graph = dynamic_shapes._note(lambda x: x + torch.zeros((), device=x.device), [torch.zeros(3)], "cuda")
+    graph = dynamic_shapes._record(lambda x: x + torch.zeros((), device=x.device), [torch.zeros(3)], "cuda")
     devices = [v for node in graph.graph.nodes for v in node.kwargs.values() if isinstance(v, torch.device)]
     assert devices == [torch.device("cuda")]
 
 
 def test_recordings_that_take_unlike_arguments_differ() -> None:
     notes = [
-        dynamic_shapes._note(lambda x, y, i=i: (x, y)[i] * 2, [torch.zeros(5 + 2 * i), torch.zeros(5 + 2 * i)], "cpu")
+        dynamic_shapes._record(lambda x, y, i=i: (x, y)[i] * 2, [torch.zeros(5 + 2 * i), torch.zeros(5 + 2 * i)], "cpu")
         for i in (0, 1)
     ]
-    assert not dynamic_shapes._hold_for_any_size(*notes)
+    assert not dynamic_shapes._independent_of_sizes(*notes)

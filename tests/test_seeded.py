@@ -116,7 +116,7 @@ def test_notes_of_ranks_are_compared() -> None:
     check_notes(torch.stack([noted(0, 4, rows), made_anew, noted(8, 2, rows)]), 10)
     with pytest.raises(ValueError, match="the ranks hold 0 to 4, 4 to 8, 8 to 9;"):  # the last column on no rank
         check_notes(torch.stack([noted(0, 4, rows), noted(4, 4, rows), noted(8, 1, rows)]), 10)
-    with pytest.raises(ValueError, match="the ranks hold 8 to 10, 4 to 8, 0 to 4; shards stand in the order"):
+    with pytest.raises(ValueError, match="the ranks hold 8 to 10, 4 to 8, 0 to 4; shards must be in the order"):
         check_notes(torch.stack([noted(8, 2, rows), noted(4, 4, rows), noted(0, 4, rows)]), 10)
 
 

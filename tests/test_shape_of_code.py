@@ -64,8 +64,8 @@ def top_level_imports(path: Path) -> Iterator[str]:
 IMPORTS = {name: own_imports(path) for name, path in FILES.items()}
 LAYERS = (  # from the bottom up: a file imports from its own layer and from those below
     ("fact_rule", "facts", "teachers", "losses"),  # the algebra
-    # torch alone
-    ("uncompiled", "kept", "nested", "writes", "immutable", "options", "served", "derived_teachers", "large_pages"),
+    ("bounded_cache", "immutable", "large_pages", "nested", "uncompiled", "writes"),  # torch alone
+    ("derived_teachers", "options", "served"),
     ("deferred_checks", "parallel", "segments", "sources", "support", "vocab_ids"),
     ("support_layout", "prepared", "rows", "labels", "reductions", "row_weights"),
     ("routed",),

@@ -269,7 +269,7 @@ def test_what_it_was_made_of_is_written_to(batch: Batch) -> None:
         want, sent = call().loss, pickle.loads(pickle.dumps(support))
         write()
         if name != "mask":  # nobody has it any more
-            with pytest.raises(ValueError, match="(ids|offsets): was written to after hl.Support was made of it"):
+            with pytest.raises(ValueError, match="(ids|offsets): was written to after hl.Support was made from it"):
                 call()
             with pytest.raises(ValueError, match="was written to after hl.Support was made"):
                 hl.prepare(batch.targets, support=support)
@@ -443,7 +443,7 @@ REFUSED = {
     "a mask, prepared": (lambda b: hl.prepare(b.targets, support=b.mask), "support: wanted hl.Support, got Tensor"),
     "empty, without targets": (
         lambda b: hl.row_facts(hl.Linear(*b.leaves()), want="entropy", support=b.support),
-        "support: row 0 keeps no columns; wanted at least one, for without targets every row counts",
+        "support: row 0 keeps no columns; wanted at least one, since without targets every row counts",
     ),
     "empty, explained": (
         lambda b: hl.Objective(x=cross_entropy).explain(

@@ -3,7 +3,7 @@
 Dimension key:  R rows that count   S segments   V vocabulary   U columns that both have   K ids per row
 
 Nothing here is traced, cached or shared with the code that runs a call: the formulas are written a second time, and a
-divergence is summed over the whole vocabulary, whatever its `one_pass` says.
+divergence is summed over the whole vocabulary even if it has a `one_pass`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from headloss.checks import dense_facts as made
+from headloss.checks import dense_facts
 from headloss.checks.dense_facts import CLASSES, COMPARING, FLOOR, DenseSegments
-from headloss.checks.dense_records import IGNORE, Answer, DenseCall, Part, View, alone, mask_of, measured, to_columns
+from headloss.checks.dense_records import IGNORE, Answer, DenseCall, Part, View, mask_of, measured, to_columns, z_and_T
 from headloss.facts import FACTS
 from headloss.losses import LOSSES
 from headloss.options import parameters_of
@@ -27,32 +27,32 @@ from headloss.segments import Segments
 from headloss.sources import Logits, Source, Sparse
 from headloss.teachers import TOP
 from headloss.term import Term
-from headloss.trace.signature import IDS, weighs_classes
+from headloss.trace.signature import CANDIDATES, weighs_classes
 
 if TYPE_CHECKING:
     from headloss.objective import Objective
 
 
 def answer(
-    objective: Objective, given: DenseCall, dtype: torch.dtype, leaves: Mapping[str, Tensor], rows: Any = None
+    objective: Objective, call: DenseCall, dtype: torch.dtype, leaves: Mapping[str, Tensor], rows: Any = None
 ) -> Answer:
     """Loss, terms, metrics and gradients.  `leaves` are the source's tensors and inputs in the dtype to compute in:
-    float64 for the reference, the caller's own for what plain PyTorch would get.  `rows`: made in place of `Dense`."""
-    own = {t.targets for t in objective.terms.values() if t.targets is not None}
-    columns = lambda x: to_columns(given.source.vocab_ids, x, IGNORE)
-    given = given._replace(inputs={n: columns(x) if n in own else x for n, x in given.inputs.items()})
-    dense = (rows or Dense)(given, dtype, leaves)
+    float64 for the reference, the caller's for what plain PyTorch would get.  `rows`: a class in place of `Dense`."""
+    own_targets = {t.targets for t in objective.terms.values() if t.targets is not None}
+    columns = lambda x: to_columns(call.source.vocab_ids, x, IGNORE)
+    call = call._replace(inputs={n: columns(x) if n in own_targets else x for n, x in call.inputs.items()})
+    dense = (rows or Dense)(call, dtype, leaves)
     numbers: dict[str, Part] = {}
-    loss, parts, scale = torch.zeros((), dtype=dtype, device=given.source.device), [], 0.0
-    measured: dict[str, Any] = {}
-    weighs: dict[str, tuple[Tensor | None, str]] = {}
+    loss, parts, scale = torch.zeros((), dtype=dtype, device=call.source.device), [], 0.0
+    metric_values: dict[str, Any] = {}
+    weight_of: dict[str, tuple[Tensor | None, str]] = {}  # a metric's row weight, and what it has one value for
     for name, term in objective.terms.items():
-        weight = (given.weights or {}).get(name, term.weight)
+        weight = (call.weights or {}).get(name, term.weight)
         if not isinstance(weight, Tensor) and weight == 0:
-            zero = torch.zeros((), dtype=dtype, device=given.source.device)
+            zero = torch.zeros((), dtype=dtype, device=call.source.device)
             numbers[f"term {name}"] = Part(zero, zero[None], 0.0)
             continue
-        dense.look_as(term)
+        dense.show_to(term)
         values, metrics = dense.values(term)
         row_weight, reported = dense.row_weight(term)
         values = values if row_weight is None else torch.where(row_weight != 0, values * row_weight, 0.0)
@@ -62,26 +62,26 @@ def answer(
         loss = loss + weight * each.sum()
         parts.append(each.detach() * weight)
         scale += abs(float(weight)) * numbers[f"term {name}"].scale
-        measured |= {f"{name}/{k}": x for k, x in metrics.items()}
-        weighs |= dict.fromkeys([f"{name}/{k}" for k in metrics], (row_weight, dense.returns))
-        measured |= {f"{name}/{k}": x for k, x in reported.items()}
-    dense.look_as(None)
+        metric_values |= {f"{name}/{k}": x for k, x in metrics.items()}
+        weight_of |= dict.fromkeys([f"{name}/{k}" for k in metrics], (row_weight, dense.returns))
+        metric_values |= {f"{name}/{k}": x for k, x in reported.items()}
+    dense.show_to(None)
     dense.loss = loss
-    measured |= dict(dense.metrics(objective.asked))
+    metric_values |= dict(dense.metrics(objective.asked))
     if dense.missing_R is not None:
-        measured["support_missing"] = dense.missing_R
+        metric_values["support_missing"] = dense.missing_R
     numbers["loss"] = Part(loss.detach(), torch.cat([*parts, loss.detach()[None] * 0]), scale)
-    for name, x in measured.items():
-        numbers[f"metric {name}"] = dense.metric(name, x, *weighs.get(name, (None, "row")))
-    if given.source.vocab_ids is not None and given.targets is not None:
-        tokens = given.targets[given.targets != IGNORE]
-        lost = (to_columns(given.source.vocab_ids, tokens, IGNORE) == IGNORE).to(dtype).mean()
+    for name, x in metric_values.items():
+        numbers[f"metric {name}"] = dense.metric(name, x, *weight_of.get(name, (None, "row")))
+    if call.source.vocab_ids is not None and call.targets is not None:
+        tokens = call.targets[call.targets != IGNORE]
+        lost = (to_columns(call.source.vocab_ids, tokens, IGNORE) == IGNORE).to(dtype).mean()
         numbers["metric vocab_missing"] = Part(lost, lost[None], 1.0)
     wanted = {n: x for n, x in leaves.items() if x.requires_grad}
     grads = {n: torch.zeros_like(x) for n, x in wanted.items()}
     if loss.requires_grad and wanted:
         found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-        grads |= {n: g * given.grad_scale for n, g in zip(wanted, found, strict=True) if g is not None}
+        grads |= {n: g * call.grad_scale for n, g in zip(wanted, found, strict=True) if g is not None}
     return Answer(numbers, grads)
 
 
@@ -90,38 +90,38 @@ class Dense:
 
     loss: Tensor  # once its terms are summed
 
-    def __init__(self, given: DenseCall, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> None:
-        self.given, self.dtype, source = given, dtype, given.source
+    def __init__(self, call: DenseCall, dtype: torch.dtype, leaves: Mapping[str, Tensor]) -> None:
+        self.call, self.dtype, source = call, dtype, call.source
         self.lead, ids = source.leading, source.vocab_ids
-        y = None if given.targets is None else to_columns(ids, given.targets, IGNORE)
+        y = None if call.targets is None else to_columns(ids, call.targets, IGNORE)
         valid = torch.ones(self.lead, dtype=torch.bool, device=source.device) if y is None else y.ne(IGNORE)
         self.valid, self.R = valid.reshape(-1), int(valid.sum())
         self.targets = self.main = None if y is None else self.rows(y).long()
         z_RV = self.logits(source, {n: leaves[n] for n in ("logits", "hidden", "weight", "bias") if n in leaves})
-        each = {n: t for n, t in given.teachers.items() if not isinstance(t, Sparse)}
-        both = {n: alone(t, lambda t: self.logits(t, {}), self.rows) for n, t in each.items()}
-        self.whole_z, self.own = {n: z for n, (z, _) in both.items()}, {n: own for n, (_, own) in both.items()}
+        each = {n: t for n, t in call.teachers.items() if not isinstance(t, Sparse)}
+        both = {n: z_and_T(t, lambda t: self.logits(t, {}), self.rows) for n, t in each.items()}
+        self.whole_z, self.teacher_T = ({n: pair[i] for n, pair in both.items()} for i in (0, 1))
         self.routes = {n: self.rows(t.route) >= 0 for n, t in each.items() if isinstance(t, Routed)}
         logq = lambda t: self.rows(t.logprobs.detach()).to(dtype)
-        few = {n: t for n, t in given.teachers.items() if isinstance(t, Sparse)}
-        sparse = {n: made.merged(to_columns(ids, self.rows(t.ids).long(), -1), logq(t)) for n, t in few.items()}
+        few = {n: t for n, t in call.teachers.items() if isinstance(t, Sparse)}
+        sparse = {n: dense_facts.merged(to_columns(ids, self.rows(t.ids).long(), -1), logq(t)) for n, t in few.items()}
         self.all = View(z_RV, {n: z if ids is None else z[:, ids] for n, z in self.whole_z.items()}, sparse)
         self.kept, self.mask_RV, self.missing_R = self.all, None, None
-        if given.support is not None:
-            mask_RV = mask_of(given.support, source.vocab)[self.valid]
+        if call.support is not None:
+            mask_RV = mask_of(call.support, source.vocab)[self.valid]
             if self.main is not None:
                 self.missing_R = ~mask_RV.gather(1, self.main[:, None])[:, 0]
                 mask_RV = mask_RV.scatter(1, self.main[:, None], True)
             self.kept, self.mask_RV = self.all.restricted(mask_RV), mask_RV
-        self.look_as(None)
+        self.show_to(None)
         self.segments: DenseSegments | None = None
-        if given.segments is not None:
-            self.segments = DenseSegments(self.rows(given.segments.ids).long(), given.segments.num_segments)
-        own = {n: leaves.get(f"input {n}", x) for n, x in given.inputs.items() if x is not None}
-        self.inputs = {n: self.input(n, x) for n, x in own.items()}
+        if call.segments is not None:
+            self.segments = DenseSegments(self.rows(call.segments.ids).long(), call.segments.num_segments)
+        inputs = {n: leaves.get(f"input {n}", x) for n, x in call.inputs.items() if x is not None}
+        self.inputs = {n: self.input(n, x) for n, x in inputs.items()}
 
-    def look_as(self, term: Term | None) -> None:
-        """Select what this term sees: its own targets, and either all columns or those that each row keeps."""
+    def show_to(self, term: Term | None) -> None:
+        """Select what this term uses: its targets, and either all columns or those that each row keeps."""
         self.z_RV, self.teacher_z, self.sparse = self.all if term is not None and term.support else self.kept
         self.targets, self.returns = self.main, "row" if term is None else getattr(term.fn, "returns", "row")
         if term is not None and term.targets is not None:
@@ -135,8 +135,8 @@ class Dense:
             return DenseSegments(self.rows(x.ids).long(), x.num_segments)
         if not isinstance(x, Tensor):
             kind = self.dtype if isinstance(x, float) else None
-            return torch.full((), x, dtype=kind, device=self.given.source.device)
-        x = self.rows(x) if self.given.kinds[name] == "row" else x.clone()
+            return torch.full((), x, dtype=kind, device=self.call.source.device)
+        x = self.rows(x) if self.call.kinds[name] == "row" else x.clone()
         return x.to(self.dtype) if x.is_floating_point() and x.dtype.itemsize < self.dtype.itemsize else x
 
     def logits(self, source: Source, leaves: Mapping[str, Tensor]) -> Tensor:
@@ -157,37 +157,37 @@ class Dense:
         z = raw[:, : source.vocab].to(self.dtype) * source.scale  # columns from vocab on are padding
         return z if source.softcap is None else source.softcap * torch.tanh(z / source.softcap)
 
-    def at(self, z: Tensor, own: Any, temperature: float | None) -> Tensor:
+    def at(self, z: Tensor, source_temperature: Any, temperature: float | None) -> Tensor:
         """z / T, with the term's temperature, or the source's if the term has none."""
-        T = own if temperature is None else temperature
+        T = source_temperature if temperature is None else temperature
         if isinstance(T, Tensor):
             T = self.rows(T.detach().expand(self.lead)).to(self.dtype)[:, None]
         return z / T
 
     def fact(self, name: str, temperature: float | None, teacher: str) -> Tensor:
-        s = self.at(self.z_RV, self.given.source.temperature, temperature)
+        s = self.at(self.z_RV, self.call.source.temperature, temperature)
         if name == "mean_logprob" and self.z_RV is self.kept.z_RV and self.mask_RV is not None:
             return torch.where(self.mask_RV, s.log_softmax(-1), 0.0).sum(-1) / self.mask_RV.sum(-1)
         if name not in COMPARING:
-            return made.student_fact(name, s, self.targets)
+            return dense_facts.student_fact(name, s, self.targets)
         if teacher in self.sparse:
-            return made.sparse_fact(name, s, *self.sparse[teacher])
+            return dense_facts.sparse_fact(name, s, *self.sparse[teacher])
         if teacher not in self.teacher_z:
             raise ValueError(f"teacher: {name!r} needs one")
         logp, logq = self.both(s, temperature, teacher)
         z, u = (x[:, : logq.shape[1]] for x in (self.z_RV, self.teacher_z[teacher]))
-        return made.dense_fact(name, z, u, logp, logq)
+        return dense_facts.dense_fact(name, z, u, logp, logq)
 
     def top_fact(self, term: Term | None, name: str, temperature: float | None) -> Tensor:
         """A fact at the likeliest columns; among equal logits, the lower column comes first."""
         assert term is not None and term.top is not None
-        s = self.at(self.z_RV, self.given.source.temperature, temperature)
+        s = self.at(self.z_RV, self.call.source.temperature, temperature)
         ids = self.z_RV.detach().sort(dim=-1, descending=True, stable=True).indices[:, : term.top]
         if name == "top_ids":
             return ids
         if name == "top_logprob":
             return s.log_softmax(-1).gather(1, ids)
-        logq, tokens = self.both(s, temperature, self.teacher_of(term))[1], self.given.source.vocab_ids
+        logq, tokens = self.both(s, temperature, self.teacher_of(term))[1], self.call.source.vocab_ids
         if tokens is not None and _is_divergence(term.fn) and term.tail == "none":
             logq = self.whole_logq(term)[:, tokens]
         logq = torch.nn.functional.pad(logq, (0, s.shape[1] - logq.shape[1]), value=FLOOR)
@@ -196,43 +196,43 @@ class Dense:
     def whole_logq(self, term: Term) -> Tensor:
         """log q of a teacher with a larger vocabulary, normalised over all of it."""
         teacher = self.teacher_of(term)
-        return self.at(self.whole_z[teacher], self.own[teacher].temperature, term.temperature).log_softmax(-1)
+        return self.at(self.whole_z[teacher], self.teacher_T[teacher], term.temperature).log_softmax(-1)
 
     def both(self, s: Tensor, temperature: float | None, teacher: str) -> tuple[Tensor, Tensor]:
         """log p and log q, normalised over the columns that student and teacher share."""
         U = min(s.shape[1], self.teacher_z[teacher].shape[1])
-        u = self.at(self.teacher_z[teacher][:, :U], self.own[teacher].temperature, temperature)
+        u = self.at(self.teacher_z[teacher][:, :U], self.teacher_T[teacher], temperature)
         return s[:, :U].log_softmax(-1), u.log_softmax(-1)
 
     def teacher_of(self, term: Term | None) -> str:
         if term is not None and term.teacher is not None:
             return term.teacher
-        return next((n for n in self.given.teachers if n != IDS), IDS)
+        return next((n for n in self.call.teachers if n != CANDIDATES), CANDIDATES)
 
     def ids_of(self, fn: Callable[..., Any], term: Term | None) -> str:
         """The name of the teacher whose ids the `ids_*` facts use, or IDS for the call's own ids."""
-        own = {"teacher_ids", "teacher_logprob"}.isdisjoint(parameters_of(fn))
-        free = own and IDS in self.sparse and (term is None or term.teacher is None)
-        return IDS if free else self.teacher_of(term)
+        without_ids = {"teacher_ids", "teacher_logprob"}.isdisjoint(parameters_of(fn))
+        unnamed = without_ids and CANDIDATES in self.sparse and (term is None or term.teacher is None)
+        return CANDIDATES if unnamed else self.teacher_of(term)
 
     def values(self, term: Term) -> tuple[Tensor, Mapping[str, Any]]:
         """A term's values and its own metrics, from the function as the user wrote it."""
         if _is_divergence(term.fn):
             return self.divergence(term)
-        found = term.fn(**self.arguments(term.fn, term), **term.options)
-        return found if isinstance(found, tuple) else (found, {})
+        result = term.fn(**self.arguments(term.fn, term), **term.options)
+        return result if isinstance(result, tuple) else (result, {})
 
     def divergence(self, term: Term) -> tuple[Tensor, Mapping[str, Any]]:
         teacher = self.teacher_of(term)
         f = lambda p, q: term.fn(p.clamp(min=FLOOR), q.clamp(min=FLOOR), **term.options)
-        s = self.at(self.z_RV, self.given.source.temperature, term.temperature)
+        s = self.at(self.z_RV, self.call.source.temperature, term.temperature)
         if term.top is not None:
             logp, logq = (self.top_fact(term, n, term.temperature) for n in ("top_logprob", "teacher_top_logprob"))
             masses = {"student_mass": logp.exp().sum(-1), "teacher_mass": logq.exp().sum(-1)}
             if term.tail == "renormalise":
                 logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)
             return f(logp, logq).sum(-1), masses
-        tokens = self.given.source.vocab_ids
+        tokens = self.call.source.vocab_ids
         if teacher not in self.sparse and tokens is not None and term.tail != "renormalise":
             u = self.whole_logq(term)  # of which the head has some tokens
             value, others = f(s.log_softmax(-1), u[:, tokens]).sum(-1), u.index_fill(1, tokens, -math.inf).logsumexp(-1)
@@ -240,17 +240,17 @@ class Dense:
         if teacher not in self.sparse:
             return f(*self.both(s, term.temperature, teacher)).sum(-1), {}
         ids, logq = self.sparse[teacher]
-        held = ids >= 0
+        present = ids >= 0
         if term.tail == "renormalise":
-            logp = s.gather(1, ids.clamp(min=0)).masked_fill(~held, -math.inf).log_softmax(-1).nan_to_num(nan=FLOOR)
+            logp = s.gather(1, ids.clamp(min=0)).masked_fill(~present, -math.inf).log_softmax(-1).nan_to_num(nan=FLOOR)
             norm = logq.logsumexp(-1, keepdim=True)
-            return torch.where(held, f(logp, logq - torch.where(norm > -math.inf, norm, 0.0)), 0.0).sum(-1), {}
-        at_ids = made.sparse_fact("ids_logprob", s, ids, logq)
-        value = torch.where(held, f(torch.where(held, at_ids, 0.0), torch.where(held, logq, 0.0)), 0.0).sum(-1)
-        p, q = (torch.where(held, x.exp(), 0.0).sum(-1) for x in (at_ids, logq))
+            return torch.where(present, f(logp, logq - torch.where(norm > -math.inf, norm, 0.0)), 0.0).sum(-1), {}
+        at_ids = dense_facts.sparse_fact("ids_logprob", s, ids, logq)
+        value = torch.where(present, f(torch.where(present, at_ids, 0.0), torch.where(present, logq, 0.0)), 0.0).sum(-1)
+        p, q = (torch.where(present, x.exp(), 0.0).sum(-1) for x in (at_ids, logq))
         if term.tail == "bucket":
-            tail, left = made.sparse_fact("tail_logprob", s, ids, logq), torch.log1p(-q.clamp(max=1.0))
-            rounding = math.log(torch.finfo(self.given.source.fact_dtype).eps)  # a call's mass of 1 leaves so much
+            tail, left = dense_facts.sparse_fact("tail_logprob", s, ids, logq), torch.log1p(-q.clamp(max=1.0))
+            rounding = math.log(torch.finfo(self.call.source.fact_dtype).eps)  # a call's mass of 1 leaves so much
             value = value + f(tail, torch.where(tail > FLOOR, left.clamp(min=rounding), left))
         return value, {"student_mass": p, "teacher_mass": q}
 
@@ -258,29 +258,29 @@ class Dense:
         """The arguments that the parameter names ask for; an optional input that was not passed keeps its default."""
         found: dict[str, Any] = {}
         temperature, teacher = None if term is None else term.temperature, self.teacher_of(term)
-        named, taken = ({}, {}) if term is None or fn is not term.fn else (term.facts, term.inputs)
+        facts, input_of = ({}, {}) if term is None or fn is not term.fn else (term.facts, term.inputs)
         at_ids, ids = ("ids_logprob", "ids_logit", "tail_logprob", "topk_overlap"), self.ids_of(fn, term)
         for p in parameters_of(fn).values():
             if p.kind is p.KEYWORD_ONLY:
                 continue
             if p.name in CLASSES and weighs_classes(fn):
                 if (w := self.inputs.get("class_weight")) is not None:
-                    s = self.at(self.z_RV, self.given.source.temperature, temperature)
-                    found[p.name] = made.class_fact(p.name, w, s, self.targets)
+                    s = self.at(self.z_RV, self.call.source.temperature, temperature)
+                    found[p.name] = dense_facts.class_fact(p.name, w, s, self.targets)
             elif p.default is None and p.name in TOP and (term is None or term.top is None):
                 continue
-            elif named.get(p.name, (p.name,))[0] in TOP:
-                found[p.name] = self.top_fact(term, *named.get(p.name, (p.name, temperature)))
-            elif p.name in named:
-                found[p.name] = self.fact(*named[p.name], ids if named[p.name][0] in at_ids else teacher)
+            elif facts.get(p.name, (p.name,))[0] in TOP:
+                found[p.name] = self.top_fact(term, *facts.get(p.name, (p.name, temperature)))
+            elif p.name in facts:
+                found[p.name] = self.fact(*facts[p.name], ids if facts[p.name][0] in at_ids else teacher)
             elif p.name in FACTS or p.name in COMPARING:
                 found[p.name] = self.fact(p.name, temperature, ids if p.name in at_ids else teacher)
             elif p.name in ("ids", "targets"):
-                found[p.name] = self.targets if p.name == "targets" else self.sparse[IDS][0]
+                found[p.name] = self.targets if p.name == "targets" else self.sparse[CANDIDATES][0]
             elif p.name == "segments":
                 found |= {} if self.segments is None else {"segments": self.segments}
-            elif taken.get(p.name, p.name) in self.inputs:
-                found[p.name] = made.given(fn, p.name, self.inputs[taken.get(p.name, p.name)])
+            elif input_of.get(p.name, p.name) in self.inputs:
+                found[p.name] = dense_facts.as_passed(fn, p.name, self.inputs[input_of.get(p.name, p.name)])
         return found
 
     def row_weight(self, term: Term) -> tuple[Tensor | None, dict[str, Any]]:
@@ -291,27 +291,27 @@ class Dense:
         for w in term.row_weights:
             weight = self.inputs[w] if isinstance(w, str) else w(**self.arguments(w, term))
             if not isinstance(w, str) and isinstance(weight, tuple):
-                weight, found = weight
+                weight, metrics = weight
                 names.append(_name(w))
-                again = f"_{names.count(names[-1])}" if names.count(names[-1]) > 1 else ""
-                reported |= {f"{names[-1]}{again}/{k}": x for k, x in found.items()}
+                number = f"_{names.count(names[-1])}" if names.count(names[-1]) > 1 else ""
+                reported |= {f"{names[-1]}{number}/{k}": x for k, x in metrics.items()}
             product = weight.detach() if product is None else product.double() * weight.detach().double()
-        own = None if term.targets is None else self.inputs[term.targets] != IGNORE
-        for here in (own, self.routes.get(self.teacher_of(term)) if self.looks_at_teacher(term) else None):
-            if here is not None:
-                product = here.to(self.dtype) if product is None else product * here
+        has_target = None if term.targets is None else self.inputs[term.targets] != IGNORE
+        for counts in (has_target, self.routes.get(self.teacher_of(term)) if self.uses_teacher(term) else None):
+            if counts is not None:
+                product = counts.to(self.dtype) if product is None else product * counts
         return product, reported
 
-    def looks_at_teacher(self, term: Term) -> bool:
-        asked = {*parameters_of(term.fn), *(fact for fact, _ in term.facts.values())}
-        asked |= {p for w in term.row_weights if callable(w) for p in parameters_of(w)}
-        return _is_divergence(term.fn) or bool(asked & {*COMPARING, "teacher_top_logprob"})
+    def uses_teacher(self, term: Term) -> bool:
+        names = {*parameters_of(term.fn), *(fact for fact, _ in term.facts.values())}
+        names |= {p for w in term.row_weights if callable(w) for p in parameters_of(w)}
+        return _is_divergence(term.fn) or bool(names & {*COMPARING, "teacher_top_logprob"})
 
     def kind(self, length: int) -> str:
         if length == self.R and self.returns == "row":  # even if there are as many segments or pairs
             return "row"
-        met = self.segments is not None and self.returns != "pair" and length == self.segments.num_segments
-        return "segment" if met else "other"
+        of_segments = self.segments is not None and self.returns != "pair" and length == self.segments.num_segments
+        return "segment" if of_segments else "other"
 
     def counts(self, length: int) -> Tensor:
         """Which of a term's values count: all but those of segments without rows."""
@@ -323,7 +323,7 @@ class Dense:
         """The factor of each value in the term's sum: the definition of its reduction."""
         kind, present = self.kind(length), self.counts(length)
         ones = torch.ones(length, dtype=self.dtype, device=self.valid.device)
-        at_least_1 = lambda x, own: max(1.0, float(own if x is None else x))
+        at_least_1 = lambda x, counted: max(1.0, float(counted if x is None else x))
         if term.reduction == "weighted_mean":
             w = self.inputs["class_weight"][self.targets] if "class_weight" in self.inputs else 1.0
             mass = ones if row_weight is None else row_weight.to(self.dtype).expand(length)
@@ -334,13 +334,13 @@ class Dense:
         if kind == "other":
             return ones / max(1, length)
         if kind == "segment":
-            return ones / at_least_1(self.given.num_segments, present.sum())
+            return ones / at_least_1(self.call.num_segments, present.sum())
         if term.reduction == "token_mean":
-            return ones / at_least_1(self.given.num_items, self.R)
+            return ones / at_least_1(self.call.num_items, self.R)
         segments = self.segments if term.reduction_segments is None else self.inputs[term.reduction_segments]
         assert segments is not None
         sizes = segments.counts
-        ones = ones / at_least_1(self.given.num_segments, (sizes > 0).sum())
+        ones = ones / at_least_1(self.call.num_segments, (sizes > 0).sum())
         if term.reduction == "seq_mean_token_mean":
             return ones / sizes.to(self.dtype)[segments.ids.clamp(min=0)]
         return ones if term.length is None else ones / term.length
@@ -355,13 +355,13 @@ class Dense:
                 fn = Term(fn)
             name = label or (metric if isinstance(metric, str) else _name(fn.fn if isinstance(fn, Term) else fn))
             if isinstance(fn, Term):
-                found = self.values(fn)[0]
+                result = self.values(fn)[0]
             elif isinstance(fn, str):
-                found = self.named(fn)
+                result = self.named(fn)
             else:
-                found = fn(**self.arguments(fn, None))
-            many = found.items() if isinstance(found, Mapping) else [("", found)]
-            yield from ((f"{name}/{k}" if k else name, x) for k, x in many)
+                result = fn(**self.arguments(fn, None))
+            items = result.items() if isinstance(result, Mapping) else [("", result)]
+            yield from ((f"{name}/{k}" if k else name, x) for k, x in items)
 
     def named(self, name: str) -> Tensor:
         fact = lambda fact: self.fact(fact, None, self.teacher_of(None))
@@ -383,12 +383,12 @@ class Dense:
     def metric(self, name: str, x: Any, row_weight: Tensor | None, returns: str) -> Part:
         """A metric's number over the rows whose weight is not 0; the suffix of its name says how they combine."""
         self.returns, x = returns, torch.as_tensor(x, device=self.valid.device).detach()
-        yes_or_no = not x.is_floating_point()
+        is_bool = not x.is_floating_point()
         counts = self.counts(len(x)) if x.ndim == 1 else None
         if counts is not None and row_weight is not None and row_weight.shape in ((), x.shape):
             counts = counts & (row_weight != 0)
         x = x.double().reshape(-1) if counts is None else x.double()[counts]
-        return measured(name, x, yes_or_no)
+        return measured(name, x, is_bool)
 
 
 def _is_divergence(fn: Callable[..., Any]) -> bool:

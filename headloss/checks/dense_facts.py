@@ -88,8 +88,8 @@ def student_fact(name: str, s: Tensor, targets: Tensor | None) -> Tensor:
     return FACTS[name].value(row)
 
 
-def given(fn: Any, name: str, x: Tensor) -> Tensor:
-    """An input as a function gets it: our own formulas are of real numbers, those of users of what was passed."""
+def as_passed(fn: Any, name: str, x: Tensor) -> Tensor:
+    """An input as a function gets it: our formulas get real numbers, those of users what was passed."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     ours = str(getattr(fn, "__module__", "")).startswith("headloss.") and name not in ("pairs", "targets")
@@ -134,20 +134,20 @@ def merged(ids: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sparse_fact(name: str, s: Tensor, ids: Tensor, logq: Tensor) -> Tensor:
-    held, logp = ids >= 0, s.log_softmax(-1)
+    present, logp = ids >= 0, s.log_softmax(-1)
     match name:
         case "teacher_ids":
             return ids
         case "teacher_logprob":
             return logq
         case "ids_logprob":
-            return logp.gather(1, ids.clamp(min=0)).masked_fill(~held, -math.inf)
+            return logp.gather(1, ids.clamp(min=0)).masked_fill(~present, -math.inf)
         case "ids_logit":
-            return s.gather(1, ids.clamp(min=0)).masked_fill(~held, -math.inf)
+            return s.gather(1, ids.clamp(min=0)).masked_fill(~present, -math.inf)
         case "tail_logprob":
-            named = torch.zeros_like(s).scatter_add(1, ids.clamp(min=0), held.to(s.dtype)) > 0
+            named = torch.zeros_like(s).scatter_add(1, ids.clamp(min=0), present.to(s.dtype)) > 0
             return logp.masked_fill(named, -math.inf).logsumexp(-1)
-    number = held.sum(-1)
+    number = present.sum(-1)
     best = s.detach().sort(-1, descending=True).values.gather(1, (number - 1).clamp(min=0)[:, None])
-    among = (s.detach().gather(1, ids.clamp(min=0)) >= best) & held
+    among = (s.detach().gather(1, ids.clamp(min=0)) >= best) & present
     return among.sum(-1).to(s.dtype) / number.clamp(min=1)

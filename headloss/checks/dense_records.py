@@ -1,4 +1,4 @@
-"""Records of `hl.verify`'s dense reference: a call's arguments, the logits that a term sees, and the answer.
+"""Records of `hl.verify`'s dense reference: a call's arguments, the logits that a term uses, and the answer.
 
 Dimension key:  N rows   R rows that count   V vocabulary   K ids per row
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -53,18 +52,18 @@ class Part(NamedTuple):
         if self.parts.shape != other.parts.shape or not len(self.parts):
             same = bool(self.number.eq(other.number) | (self.number.isnan() & other.number.isnan()))  # no rows
             return 0.0 if same else float((self.number - other.number).abs())
-        apart = (self.parts.double() - other.parts.double()).abs().nan_to_num(nan=0.0, posinf=0.0)
-        return float(apart.sum() if self.summed else apart.max())
+        errors = (self.parts.double() - other.parts.double()).abs().nan_to_num(nan=0.0, posinf=0.0)
+        return float(errors.sum() if self.summed else errors.max())
 
 
-def measured(name: str, x: Tensor, yes_or_no: bool) -> Part:
+def measured(name: str, x: Tensor, is_bool: bool) -> Part:
     """A metric's number from its values on the rows that count; the suffix of its name says how they combine."""
     n, last = max(1, len(x)), name.rsplit("/", 1)[-1]
     largest = float(x.abs().max()) if len(x) else 0.0
     if last.endswith(("_min", "_max")):
         sign = -1.0 if last.endswith("_min") else 1.0
         number = sign * (sign * x).max() if len(x) else x.new_full((), -sign * math.inf)
-        return Part(number, x, largest, float(yes_or_no), summed=False)
+        return Part(number, x, largest, float(is_bool), summed=False)
     mean = x.mean()
     if last == "perplexity":
         return Part(mean.exp(), x * mean.exp() / n, float(mean.exp().nan_to_num()) * max(1.0, largest))
@@ -74,7 +73,7 @@ def measured(name: str, x: Tensor, yes_or_no: bool) -> Part:
     if last == "effective_sample_size":
         number = x.sum() ** 2 / x.square().sum()
         return Part(number, 4 * x * number / x.abs().sum().clamp(min=1e-30), float(number.nan_to_num()))
-    return Part(mean, x / n, float(x.abs().mean()) if len(x) else 0.0, yes_or_no / n)
+    return Part(mean, x / n, float(x.abs().mean()) if len(x) else 0.0, is_bool / n)
 
 
 class Answer(NamedTuple):
@@ -83,7 +82,7 @@ class Answer(NamedTuple):
 
 
 class View(NamedTuple):
-    """What a term sees: logits, dense teachers' logits, sparse teachers' ids and log-probabilities."""
+    """What a term uses: logits, dense teachers' logits, sparse teachers' ids and log-probabilities."""
 
     z_RV: Tensor
     teacher_z: Mapping[str, Tensor]
@@ -123,10 +122,10 @@ def to_columns(vocab_ids: Tensor | None, x: Tensor, none: int) -> Tensor:
     return torch.where(same.any(-1), same.int().argmax(-1), none)
 
 
-def alone(teacher: Any, logits: Callable[[Any], Tensor], rows: Callable[[Tensor], Tensor]) -> tuple[Tensor, Any]:
-    """A dense teacher's logits on the rows that count, and an object with its temperature; if routed, both per row."""
+def z_and_T(teacher: Any, logits: Callable[[Any], Tensor], rows: Callable[[Tensor], Tensor]) -> tuple[Tensor, Any]:
+    """A dense teacher's logits on the rows that count, and its temperature; if routed, both per row."""
     if not isinstance(teacher, Routed):
-        return logits(teacher), teacher
+        return logits(teacher), teacher.temperature
     route = rows(teacher.route)
     temperature = torch.ones(teacher.route.shape, dtype=torch.float64, device=route.device)
     found = torch.zeros((), dtype=torch.float32, device=route.device)
@@ -134,7 +133,7 @@ def alone(teacher: Any, logits: Callable[[Any], Tensor], rows: Callable[[Tensor]
         found = torch.where((route == i)[:, None], logits(t), found)
         own = torch.as_tensor(t.temperature, dtype=torch.float64, device=route.device)
         temperature = torch.where(teacher.route == i, own, temperature)
-    return found, SimpleNamespace(temperature=temperature)
+    return found, temperature
 
 
 def of_rows(source: Source, rows: Any) -> Source:
@@ -148,7 +147,7 @@ def _per_row(T: object) -> bool:
 
 
 def replaced(source: Source, **changed: Any) -> Source:
-    """The source with other tensors, which then get the gradients; the rest stays as made, such as autocast's dtype."""
+    """The source with other tensors, which then get the gradients; the rest, such as autocast's dtype, stays."""
     other = copy.copy(source)
     changed |= {"weight_grad_into": None} if isinstance(source, Linear) else {}
     for name, x in changed.items():

@@ -33,8 +33,8 @@ def every(version: Annotated[bool, VERSION] = False) -> None:
     """
     if version:
         triton = metadata.version("triton") if find_spec("triton") is not None else "not installed"
-        told = f"torch {torch.__version__}, triton {triton}, Python {platform.python_version()}"
-        typer.echo(f"headloss {hl.__version__} ({told})")
+        others = f"torch {torch.__version__}, triton {triton}, Python {platform.python_version()}"
+        typer.echo(f"headloss {hl.__version__} ({others})")
         raise typer.Exit()
 
 

@@ -2,10 +2,10 @@
 
 Dimension key:  N rows   V vocabulary   D hidden size
 
-An implementation ("way") with wrong numbers gets no time: each is first compared with float64 on a smaller head, and
-may have twice the error of plain PyTorch in the same type plus a few roundings.  If headloss is wrong, the exit code is
-1.  The head's three matrix products alone, on random numbers, are timed next to them.  Times are medians of rounds in
-which the ways take turns; memory is the most held at one time beyond the inputs.
+An implementation ("way") with wrong numbers is not timed: each is first compared with float64 on a smaller head, and
+may have twice the error of plain PyTorch in the same dtype plus a few roundings.  If headloss is wrong, the exit code
+is 1.  The head's three matrix products alone, on random numbers, are timed next to them.  Times are medians of rounds
+in which the ways take turns; memory is the most held at one time in addition to the inputs.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Row(NamedTuple):
-    """What one way took; no numbers if its results were wrong."""
+    """What one way took; None if its results were wrong."""
 
     way: str
-    error: float  # the largest of loss and gradients on the smaller head, relative, against float64
+    error: float  # the largest relative error of loss and gradients on the smaller head, against float64
     limit: float
     seconds: float | None
     peak: int | None
@@ -109,8 +109,8 @@ def command(
     except (TypeError, ValueError) as error:
         raise typer.BadParameter(str(error).removeprefix("memory: "), param_hint="--memory") from None
     console = Console(highlight=False)
-    ours = own(memory)
-    ways = {**installed(device), **ours}
+    ours = headloss_ways(memory)
+    ways = {**other_ways(device), **ours}
     bar = Progress(
         TextColumn("[cyan]{task.description:<22}"), BarColumn(), TimeRemainingColumn(), console=console, transient=True,
         disable=json_ or not console.is_terminal,
@@ -159,7 +159,7 @@ def eager(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
     )
 
 
-def own(memory: str) -> dict[str, Way]:
+def headloss_ways(memory: str) -> dict[str, Way]:
     """headloss, on logits and on hidden states."""
     return {
         "headloss, logits": lambda h, w, y: OBJECTIVE(hl.Logits(h @ w.t()), y).loss,
@@ -167,8 +167,8 @@ def own(memory: str) -> dict[str, Way]:
     }
 
 
-def installed(device: str) -> dict[str, Way]:
-    """Plain PyTorch, and the peers that can be imported (they need CUDA, and are left out without it)."""
+def other_ways(device: str) -> dict[str, Way]:
+    """Plain PyTorch, and on CUDA the other libraries that can be imported."""
     found: dict[str, Way] = {"eager": eager}
     if device != "cuda":
         return found
@@ -198,10 +198,10 @@ def measure(
     N, V, D = size
     small = make(min(N, 128), min(V, 4096), min(D, 256), dtype, device, seed)
     wide = [x.detach().double().requires_grad_() for x in small[:2]]
-    truth = _step(eager, wide[0], wide[1], small[2])
+    truth = _loss_and_grads(eager, wide[0], wide[1], small[2])
     errors: dict[str, float] = {}
     for name, way in {"eager": eager, **ways}.items():
-        errors[name] = _error(_step(way, *small), truth)
+        errors[name] = _error(_loss_and_grads(way, *small), truth)
         tick()
     few = 2 if dtype.itemsize == 2 else 16  # roundings: in half precision eager's own error is several
     limit = 2 * errors["eager"] + few * torch.finfo(dtype).eps
@@ -209,12 +209,12 @@ def measure(
     right = [name for name in ways if errors[name] <= limit]
     peaks = {}
     for name in right:
-        peaks[name] = _peak(lambda name=name: _step(ways[name], *head), device)  # type: ignore[misc]
+        peaks[name] = _peak(lambda name=name: _loss_and_grads(ways[name], *head), device)  # type: ignore[misc]
         tick()
     seconds: dict[str, list[float]] = {name: [] for name in right}
     for _ in range(rounds):
         for name in right:
-            seconds[name].append(_clock(lambda name=name: _step(ways[name], *head), device))  # type: ignore[misc]
+            seconds[name].append(_seconds(lambda name=name: _loss_and_grads(ways[name], *head), device))  # type: ignore[misc]
             tick()
     for name in ways:
         took = statistics.median(seconds[name]) if name in right else None
@@ -233,7 +233,7 @@ def gemm_floor(N: int, V: int, D: int, dtype: torch.dtype, device: str, rounds: 
     with torch.no_grad():
         h, w, _ = make(N, V, D, dtype, device, 0)
         z = h @ w.t()
-        return statistics.median(_clock(lambda: (h @ w.t(), z @ w, z.t() @ h), device) for _ in range(rounds + 1))
+        return statistics.median(_seconds(lambda: (h @ w.t(), z @ w, z.t() @ h), device) for _ in range(rounds + 1))
 
 
 def draw(heads: list[Head], path: Path, title: str) -> None:
@@ -268,7 +268,7 @@ def draw(heads: list[Head], path: Path, title: str) -> None:
     plt.close(figure)
 
 
-def _step(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+def _loss_and_grads(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     loss = way(hidden, weight, targets)
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
@@ -278,7 +278,7 @@ def _error(got: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
     return max(errors, key=lambda e: (e != e, e))  # NaN is the worst
 
 
-def _clock(work: Callable[[], object], device: str) -> float:
+def _seconds(work: Callable[[], object], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -1,10 +1,10 @@
-"""`headloss check`: compares every loss by every path on this machine with a dense float64 computation.
+"""`headloss check`: compares every loss on every path of this machine with a dense float64 computation.
 
 Dimension key:  N rows   V vocabulary
 
-The reference is that of `hl.verify`: every logit in memory, the loss as its function is written.  Float64 is judged by
-its digits; a narrower type is off if its error is more than twice that of plain PyTorch in the same type on the same
-numbers, plus a few units of rounding.
+The reference is that of `hl.verify`: all logits in memory, the loss as its function is written.  Float64 must agree to
+1e-9; a narrower dtype is off if its error is more than twice that of plain PyTorch in the same dtype on the same
+numbers, plus a few roundings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from headloss.backends import resolve
 from headloss.checks.dense import Dense
 from headloss.checks.dense_facts import COMPARING
 from headloss.cli import own
-from headloss.cli.problem import Problem, Result, answer, given, leaves_of
+from headloss.cli.problem import Problem, Result, answer, dense_call, leaves_of
 from headloss.divergence import is_divergence
 from headloss.losses import LOSSES
 
@@ -40,7 +40,7 @@ SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16"}
 
 
 class Check(NamedTuple):
-    """One comparison by one path: its largest relative error, plain PyTorch's in the same type, and the limit."""
+    """One comparison on one path: its largest relative error, plain PyTorch's in the same dtype, and the limit."""
 
     what: str
     path: str
@@ -83,7 +83,7 @@ def command(
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device here", param_hint="--device")
     if objective:
-        _check_own(objective, (rows, vocab, hidden), dtype, device, seed, head, top_k, json_)
+        _check_users(objective, (rows, vocab, hidden), dtype, device, seed, head, top_k, json_)
         return
     for name in ("rows", "vocab", "hidden", "dtype", "head", "top_k"):
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
@@ -109,38 +109,38 @@ def command(
         raise typer.Exit(1)
 
 
-def _check_own(
+def _check_users(
     where: str, size: tuple[int, int, int], dtype: str, device: str, seed: int, head: str, top_k: int, json_: bool
 ) -> None:
-    for name, said, known in (("--dtype", dtype, own.DTYPES), ("--head", head, ("", "linear", "logits"))):
-        if said not in known:
-            raise typer.BadParameter(f"wanted one of {', '.join(filter(None, known))}, got {said!r}", param_hint=name)
+    for name, value, known in (("--dtype", dtype, own.DTYPES), ("--head", head, ("", "linear", "logits"))):
+        if value not in known:
+            raise typer.BadParameter(f"wanted one of {', '.join(filter(None, known))}, got {value!r}", param_hint=name)
     if top_k > size[1]:
         raise typer.BadParameter(f"wanted at most {size[1]} ids, the vocabulary, got {top_k}", param_hint="--top-k")
     try:
-        mine = own.load(where)
+        loaded = own.load(where)
     except (TypeError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--objective") from None
     found = {}
     try:
         for kind in (head,) if head else ("linear", "logits"):
-            source, targets, call = own.make(mine, *size, own.DTYPES[dtype], device, seed, kind, top_k)
+            source, targets, call = own.make(loaded, *size, own.DTYPES[dtype], device, seed, kind, top_k)
             if top_k and "teacher" not in call:
                 raise typer.BadParameter(f"{where} uses no teacher", param_hint="--top-k")
-            found[kind] = hl.verify(mine, source, targets, rows=size[0], **call)
+            found[kind] = hl.verify(loaded, source, targets, rows=size[0], **call)
     except typer.BadParameter:
         raise
     except Exception as error:  # whatever the function raises
         what = str(error) if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {error}"
-        drawn = own.inputs_of(mine)
+        drawn = own.inputs_of(loaded)
         hint = f"\nRandom data was made for the inputs {drawn}." if drawn else ""
         hint += "\nFor other data, call hl.verify(objective, source, targets, ...) from Python."
         message = f"{where}: {what}{own.raised_at(error)}{hint}"
         raise typer.BadParameter(message, param_hint="--objective") from None
     if json_:
-        head_ = {"headloss": hl.__version__, "torch": torch.__version__, "objective": where, "device": device}
-        told = {kind: v.as_data() for kind, v in found.items()}
-        typer.echo(json.dumps({**head_, "dtype": dtype, "seed": seed, "ok": all(v.ok for v in found.values()), **told}))
+        about = {"headloss": hl.__version__, "torch": torch.__version__, "objective": where, "device": device}
+        data = {kind: v.as_data() for kind, v in found.items()}
+        typer.echo(json.dumps({**about, "dtype": dtype, "seed": seed, "ok": all(v.ok for v in found.values()), **data}))
     else:
         typer.echo("\n\n".join(f"{where}, {kind}, {dtype}, {device}\n{v}" for kind, v in found.items()))
     if not all(v.ok for v in found.values()):
@@ -150,12 +150,12 @@ def _check_own(
 def report(done: list[Check], device: str, seed: int) -> dict[str, Any]:
     """The checks as plain data."""
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    head = {"headloss": hl.__version__, "torch": torch.__version__, "device": name, "seed": seed}
-    return {**head, "ok": all(c.ok for c in done), "checks": [{**c._asdict(), "ok": c.ok} for c in done]}
+    about = {"headloss": hl.__version__, "torch": torch.__version__, "device": name, "seed": seed}
+    return {**about, "ok": all(c.ok for c in done), "checks": [{**c._asdict(), "ok": c.ok} for c in done]}
 
 
 def run_checks(device: str, fast: bool, seed: int) -> Iterator[tuple[str, list[Check]]]:
-    """Yields what is checked, and the results."""
+    """Yields what is checked with the results."""
     problem = Problem.make(device, seed, *((37, 211, 16) if fast else (193, 4099, 64)))
     yield "facts", list(check_facts(problem, STUDENT, None))
     yield "facts of a teacher", list(check_facts(problem, TEACHER, "dense"))
@@ -166,7 +166,7 @@ def run_checks(device: str, fast: bool, seed: int) -> Iterator[tuple[str, list[C
 
 
 def teachers_for(fn: Callable[..., Any]) -> tuple[str | None, ...]:
-    """The kinds of teacher to check a loss with; none at all for a loss of inputs alone, which needs no head."""
+    """The kinds of teacher to check a loss with; empty for a loss of inputs alone, which needs no head."""
     if is_divergence(fn):
         return ("dense", "sparse")
     facts = hl.Term(fn).call(None, {}).facts
@@ -180,7 +180,7 @@ def check_facts(p: Problem, want: tuple[str, ...], teacher: str | None) -> Itera
     def dense(kind: str, dtype: torch.dtype) -> Result:
         leaves = leaves_of(p, kind, dtype)
         source = _source(kind, leaves, {})
-        made = Dense(given(p, None, teacher, source), source.fact_dtype, leaves)
+        made = Dense(dense_call(p, None, teacher, source), source.fact_dtype, leaves)
         zeros = lambda x: x.new_zeros(len(p.targets)).masked_scatter(p.valid, x)
         return _pulled(p, {f: zeros(made.fact(f, None, "teacher")) for f in want}, leaves)
 
@@ -210,9 +210,9 @@ def _pulled(p: Problem, facts: Mapping[Any, Tensor], leaves: dict[str, Tensor]) 
 
 
 def check_loss(p: Problem, name: str, fn: Callable[..., Any], teacher: str | None) -> Iterator[Check]:
-    """Check one loss by every path, in float64 and float32."""
+    """Check one loss on every path, in float64 and float32."""
     inputs = {} if teacher else p.inputs(fn)
-    asks = teacher is None and "segments" in inspect.signature(fn).parameters
+    takes_segments = teacher is None and "segments" in inspect.signature(fn).parameters
 
     @functools.cache
     def dense(kind: str, dtype: torch.dtype) -> Result:
@@ -222,7 +222,7 @@ def check_loss(p: Problem, name: str, fn: Callable[..., Any], teacher: str | Non
     for path, kind, options, backend, dtype in _paths(p, ("float64", "float32")):
         leaves = leaves_of(p, kind, DTYPES[dtype])
         call: dict[str, Any] = dict(inputs)
-        if asks:
+        if takes_segments:
             call["segments"] = p.segments
         if teacher:
             call["teacher"] = p.teacher_of(teacher, DTYPES[dtype])
@@ -265,7 +265,7 @@ def _paths(p: Problem, dtypes: tuple[str, ...]) -> Iterator[tuple[str, str, dict
 
 
 def _is_refused(error: ValueError) -> bool:
-    """Whether this path refuses the loss: no backend knows its facts, or ignored rows have to be dropped for it."""
+    """Whether this path refuses the loss: the backend lacks its facts, or ignored rows must be dropped for it."""
     return str(error).startswith(("backend:", "host_read:"))
 
 
@@ -286,7 +286,7 @@ def _judge(
 
 
 def _error(got: Result, truth: Result) -> float:
-    """The largest error, each relative to the largest value of the tensor that it is in."""
+    """The largest error, relative to the largest value of its tensor."""
     errors = [
         float((got.values[n].double() - x.double()).abs().max()) / max(truth.scales[n], 1e-30)
         for n, x in truth.values.items()
@@ -307,9 +307,9 @@ def _table(done: list[Check]) -> Table:
         table.add_column(f"{SHORT[dtype]}\n{backend}", justify="right", no_wrap=True, min_width=6, style=style)
     table.add_column("", no_wrap=True, min_width=3)
     for what in dict.fromkeys(c.what for c in done):
-        own = [c for c in done if c.what == what]
-        cells = [_cell([c for c in own if c.dtype == dtype], backend) for dtype, backend in columns]
-        table.add_row(what, *cells, "[green]ok[/]" if all(c.ok for c in own) else "[red]off[/]")
+        row = [c for c in done if c.what == what]
+        cells = [_cell([c for c in row if c.dtype == dtype], backend) for dtype, backend in columns]
+        table.add_row(what, *cells, "[green]ok[/]" if all(c.ok for c in row) else "[red]off[/]")
     return table
 
 
@@ -317,10 +317,10 @@ def _cell(checks: list[Check], backend: str) -> str:
     """The worst error of a backend, or of plain PyTorch."""
     if backend == "eager":
         return f"{max(c.eager for c in checks if c.eager is not None):.0e}" if checks else ""
-    here = [c for c in checks if c.backend == backend]
-    if not here:
+    of_backend = [c for c in checks if c.backend == backend]
+    if not of_backend:
         return ""
-    worst = max(here, key=lambda c: (not c.ok, c.error))
+    worst = max(of_backend, key=lambda c: (not c.ok, c.error))
     return f"{worst.error:.0e}" if worst.ok else f"[red]{worst.error:.0e}[/]"
 
 

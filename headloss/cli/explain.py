@@ -2,8 +2,8 @@
 
 Dimension key:  N rows   V vocabulary   D hidden size   S segments   K ids
 
-The objective is planned on tensors that have a shape and no memory of their own; nothing is computed.  With `--ranks`
-no process group is made: a rank's share follows from V / ranks, as for `hl.VocabShard` of even width.
+The objective is planned on tensors that have a shape but no memory; nothing is computed.  With `--ranks` no process
+group is made: a rank's share follows from V / ranks, as for `hl.VocabShard` of even width.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def command(
     json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Print the plan and memory of an objective at a given size; nothing is computed."""
-    said = {"tokens": tokens, "vocab": vocab, "hidden": hidden, "dtype": dtype}
-    assumed = {name: value for name, value in ASSUMED.items() if said[name] is None}
-    size: dict[str, Any] = {**said, **assumed}
+    given = {"tokens": tokens, "vocab": vocab, "hidden": hidden, "dtype": dtype}
+    assumed = {name: value for name, value in ASSUMED.items() if given[name] is None}
+    size: dict[str, Any] = {**given, **assumed}
     if size["dtype"] not in DTYPES:
         raise typer.BadParameter(f"wanted one of {', '.join(DTYPES)}, got {dtype!r}", param_hint="--dtype")
     N, V, D = size["tokens"], size["vocab"], size["hidden"]
@@ -119,12 +119,12 @@ def explain(
     segments: int = 8,
     top_k: int = 0,
 ) -> Explanation:
-    """The plan of `objective` on a head of this size, from V / ranks columns where ranks share it."""
+    """The plan of `objective` on a head of this size; if ranks share the vocabulary, on V / ranks columns."""
     S = min(segments, N)
     spans = hl.Segments.from_cu_seqlens(torch.linspace(0, N, S + 1).round().long())
     targets = torch.zeros(N, dtype=torch.long)
     held, budget = columns(V, ranks), parse_bytes(memory)
-    # Over a shard two chunks exist at once, one being gathered while the other is made: each gets half.
+    # Over a shard two chunks exist at once, one being gathered while the other is made: each gets half the memory.
     source = hl.Linear(
         _shape(N, D, dtype=dtype), _shape(held, D, dtype=dtype), memory=budget if ranks == 1 else budget // 2
     )

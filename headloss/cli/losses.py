@@ -42,8 +42,8 @@ class Entry(NamedTuple):
     name: str
     family: str  # one of FAMILIES
     formula: str  # the first line of the docstring
-    text: str  # the whole docstring, without what other trainers call the loss
-    trainers: str  # what they call it: the last paragraph, if it begins "In trainers:"
+    text: str  # the docstring without that paragraph
+    trainers: str  # what trainers call it: the last paragraph, if it begins "In trainers:"
     facts: tuple[str, ...]
     inputs: tuple[str, ...]
     options: tuple[str, ...]
@@ -79,8 +79,8 @@ def markdown() -> str:
         lines.append(f"\n## {family}\n")
         for e in members:
             lines.append(f"\n### `{e.name}`\n\n{_prose(e)}\n\n")
-            said = (("facts", e.facts), ("inputs", e.inputs), ("options", e.options))
-            lines.append("; ".join(f"*{what}* {_ticks(names)}" for what, names in said if names) + "\n")
+            asks = (("facts", e.facts), ("inputs", e.inputs), ("options", e.options))
+            lines.append("; ".join(f"*{what}* {_ticks(names)}" for what, names in asks if names) + "\n")
             lines += [f"\n*in trainers* {e.trainers}\n"] if e.trainers else []
     return "".join(lines)
 
@@ -126,17 +126,17 @@ def _table(found: list[Entry], whole: bool) -> Table:
         if not whole and (i == 0 or e.family != found[i - 1].family):
             table.add_row(Text(e.family, style="bold"), "")
         right = Text("\n\n".join(_lines(p) for p in e.text.split("\n\n")) + "\n" if whole else e.formula)
-        named = ("in trainers: ", (e.trainers,) if e.trainers else ())
-        for asked in (("needs: ", (*e.facts, *e.inputs)), ("options: ", e.options), named):
-            if asked[1]:
-                right.append(f"\n{asked[0]}", style="dim").append(", ".join(asked[1]), style="dim")
+        trainers = ("in trainers: ", (e.trainers,) if e.trainers else ())
+        for label, words in (("needs: ", (*e.facts, *e.inputs)), ("options: ", e.options), trainers):
+            if words:
+                right.append(f"\n{label}{', '.join(words)}", style="dim")
         table.add_row(e.name, right, end_section=False)
         table.add_row("", "")
     return table
 
 
 def _prose(e: Entry) -> str:
-    """The docstring as Markdown: the formula is set apart, and words that are explained line by line become a list."""
+    """The docstring as Markdown: the formula in a block, and words that are explained line by line as a list."""
     text = e.text
     lead = ""
     if not re.match(r"[A-Z][a-z]+ [a-z]", e.formula):  # "One value per pair ..." is prose

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes of tensors that `work` holds at one time, from every allocation and release on the CPU."""
+    """The most bytes of tensors that `work` holds at one time, by its allocations and releases on the CPU."""
     with _no_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         work()
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -23,7 +23,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 @contextmanager
 def _no_stderr() -> Iterator[None]:
-    """Silences the file descriptor, not sys.stderr: that is where the profiler announces itself."""
+    """Silences the file descriptor, not sys.stderr, because the profiler writes there."""
     saved = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)

@@ -1,4 +1,4 @@
-"""`headloss check --objective module:name`: `hl.verify` of a loss of your own, on random data of the right shapes.
+"""`headloss check --objective module:name`: `hl.verify` of your own loss, on random data of the right shapes.
 
 Dimension key:  N rows   V vocabulary   D hidden size   S segments   P pairs   K ids per row
 """

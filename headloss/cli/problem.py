@@ -19,9 +19,9 @@ from headloss.derived_teachers import Top
 from headloss.facts import FACTS
 from headloss.teachers import SPARSE
 from headloss.trace.call import Call
-from headloss.trace.signature import ONLY, TEACHER_INPUTS, passed
+from headloss.trace.signature import TEACHER_INPUTS, UNNAMED, passed_names
 
-APART = ("top_logprob", "class_weight", "class_mean", "class_cross_entropy")  # only with a Term or call that asks
+ON_REQUEST = ("top_logprob", "class_weight", "class_mean", "class_cross_entropy")  # only with a Term or call that asks
 
 
 class Result(NamedTuple):
@@ -72,7 +72,7 @@ class Problem(NamedTuple):
         names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
         N, S = len(self.targets), self.segments.num_segments
         logp = (self.hidden @ self.weight.T).log_softmax(-1).gather(-1, self.targets.clamp(min=0)[:, None])[:, 0]
-        asked = [n for n in names if n not in (*FACTS, *APART, "segments", "targets", "logp", "logq")]
+        asked = [n for n in names if n not in (*FACTS, *ON_REQUEST, "segments", "targets", "logp", "logq")]
         random = torch.Generator().manual_seed(self.seed)  # the same numbers each time
         normal = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)
         return {n: example(n, N, S, logp.cpu(), normal).to(logp.device) for n in asked}
@@ -84,43 +84,43 @@ class Problem(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What the terms and metrics of an objective ask a call for, by name."""
+    """The names of what the terms and metrics of an objective ask for."""
 
     inputs: set[str]
     segments: bool
     reduced: set[str]  # inputs that are segments, for a reduction
     targets: set[str]  # inputs that are targets of a term's own
     teachers: set[str]
-    sparse: bool  # whether something is asked of these that a sparse teacher alone has
+    sparse: bool  # whether they need what only a sparse teacher has
 
     @classmethod
     def of(cls, objective: hl.Objective) -> Asked:
         terms = objective.terms.values()
-        own, metrics = [t.call(None, {}) for t in terms], [call for _, call in objective.metrics]
-        calls = [*own, *metrics]
+        term_calls, metrics = [t.call(None, {}) for t in terms], [call for _, call in objective.metrics]
+        calls = [*term_calls, *metrics]
         parameters = [p for call in calls for s in call.signatures for p in s.parameters]
         inputs = {p.key for p in parameters if p.kind == "input" and p.teacher is None}
         inputs |= {w for t in terms for w in t.row_weights if isinstance(w, str)}
-        teachers = _teachers(own) or _teachers(metrics)  # a metric takes that of the terms
-        theirs = [p.name for p in parameters if p.teacher in teachers or (p.fact and p.fact.teacher in teachers)]
+        teachers = _teachers(term_calls) or _teachers(metrics)  # metrics use the terms' teachers
+        of_teachers = [p.name for p in parameters if p.teacher in teachers or (p.fact and p.fact.teacher in teachers)]
         return cls(
             inputs, any(call.wants("segments") for call in calls),
             {t.reduction_segments for t in terms if t.reduction_segments}, {t.targets for t in terms if t.targets},
-            teachers, any(name in (*TEACHER_INPUTS, *SPARSE) for name in theirs),
+            teachers, any(name in (*TEACHER_INPUTS, *SPARSE) for name in of_teachers),
         )  # fmt: skip
 
     def named(self, teachers: dict[str, Any]) -> dict[str, Any]:
         """The argument `teacher` of a call, if there are any."""
-        return {"teacher": teachers[ONLY] if [*teachers] == [ONLY] else teachers} if teachers else {}
+        return {"teacher": teachers[UNNAMED] if [*teachers] == [UNNAMED] else teachers} if teachers else {}
 
 
 def _teachers(calls: Sequence[Call]) -> set[str]:
     every = {name for call in calls for name in call.teachers}
-    return {*passed(every), *(of for name in every if name.startswith("top=") if (of := Top.named(name).of))}
+    return {*passed_names(every), *(of for name in every if name.startswith("top=") if (of := Top.named(name).of))}
 
 
 def example(name: str, N: int, S: int, logprob: Tensor, normal: Callable[..., Tensor]) -> Tensor:
-    """What a loss may be given for an input of this name, with N rows and S segments."""
+    """A value for an input of this name, with N rows and S segments."""
     if name == "pairs":
         return torch.arange(max(2, S // 2 * 2)).view(-1, 2)
     if name == "desirable":
@@ -140,12 +140,12 @@ def answer(
     p: Problem, fn: Callable[..., Any], teacher: str | None, source: Any, leaves: dict[str, Tensor], dtype: torch.dtype
 ) -> Result:
     """The loss of one term, and its gradients, computed with every logit in memory."""
-    found = dense.answer(hl.Objective(term=fn), given(p, fn, teacher, source), dtype, leaves)
+    found = dense.answer(hl.Objective(term=fn), dense_call(p, fn, teacher, source), dtype, leaves)
     return Result({"loss": found.numbers["loss"].number}, {"loss": found.numbers["loss"].scale}, found.grads)
 
 
-def given(p: Problem, fn: Callable[..., Any] | None, teacher: str | None, source: Any) -> DenseCall:
-    """The call in the form that the dense computation takes."""
+def dense_call(p: Problem, fn: Callable[..., Any] | None, teacher: str | None, source: Any) -> DenseCall:
+    """The call as the dense computation takes it."""
     inputs = {} if fn is None or teacher else p.inputs(fn)
     kinds = {n: "row" if x.ndim and len(x) == len(p.targets) else "whole" for n, x in inputs.items()}
     teacher_source = p.teacher_of(teacher, source.tensors[0].dtype)

@@ -52,20 +52,20 @@ def command(
         import transformers  # noqa: F401
     except ImportError as error:
         raise typer.BadParameter(f"teach needs {error.name}: pip install {error.name}") from None
-    said = {"model": model, "data": data, "k": k, "temperature": temperature, "max_length": max_length, "split": split}
+    args = {"model": model, "data": data, "k": k, "temperature": temperature, "max_length": max_length, "split": split}
     console = Console(stderr=json_, highlight=False)
     try:
         with _quiet():
-            rows = teach(said, out, batch_tokens, device, console)
+            rows = teach(args, out, batch_tokens, device, console)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    told = f"{rows} sequences in {out}; hl.Sparse.from_dataset(batch) reads them"
-    typer.echo(json.dumps({"sequences": rows, "out": str(out), **said}) if json_ else told)
+    text = f"{rows} sequences in {out}; hl.Sparse.from_dataset(batch) reads them"
+    typer.echo(json.dumps({"sequences": rows, "out": str(out), **args}) if json_ else text)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """One bar, ours: without those of loading and saving."""
+    """Shows one progress bar, ours, without those of loading and saving."""
     import datasets
     from transformers.utils import logging
 
@@ -81,8 +81,8 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None, console: Console) -> int:
-    """Run the model over the data, part by part; how many sequences there are."""
+def teach(args: dict[str, Any], out: Path, batch_tokens: int, device: str | None, console: Console) -> int:
+    """Run the model over the data, part by part; returns the number of sequences."""
     from datasets import concatenate_datasets, load_from_disk
 
     from headloss.integrations.causal_lm import check_model
@@ -92,30 +92,30 @@ def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None
         raise ValueError(f"--out: {out} is a file; wanted a folder")
     if (out / "state.json").exists():
         raise ValueError(f"--out: {out} holds a finished dataset; give another folder")
-    note = parts / "said.json"
-    begun = note.exists() and any(x.is_dir() for x in parts.iterdir())  # else it was refused before it wrote a part
-    before = json.loads(note.read_text()) if begun else {}
+    record = parts / "said.json"
+    begun = record.exists() and any(x.is_dir() for x in parts.iterdir())  # else it failed before it wrote a part
+    before = json.loads(record.read_text()) if begun else {}
     weights = before.pop("weights", None)
-    if begun and before != said:
+    if begun and before != args:
         raise ValueError(f"--out: {out} was started with other arguments, {json.dumps(before)}; give another folder")
-    if not 0 < said["temperature"] < float("inf"):
-        raise ValueError(f"--temperature: wanted a positive number, got {said['temperature']}")
-    given = read_data(said["data"], said["split"])
-    count = len(given)
+    if not 0 < args["temperature"] < float("inf"):
+        raise ValueError(f"--temperature: wanted a positive number, got {args['temperature']}")
+    dataset = read_data(args["data"], args["split"])
+    count = len(dataset)
     if not count:
-        raise ValueError(f"--data: {said['data']} has no sequences")
-    made, tokenizer = _load(said["model"], device, "input_ids" not in given.column_names)
+        raise ValueError(f"--data: {args['data']} has no sequences")
+    made, tokenizer = _load(args["model"], device, "input_ids" not in dataset.column_names)
     vocab, most = made.get_input_embeddings().weight.shape[0], check_model(made, takes_loss=False).weight.shape[0]
-    if said["k"] > most:
-        raise ValueError(f"--k: wanted at most {most} columns, which the vocabulary has, got {said['k']}")
-    read = lambda i: _tokens(given[i], i, tokenizer, said["max_length"], vocab)
-    own = fingerprint(made)
-    if begun and weights != own:
+    if args["k"] > most:
+        raise ValueError(f"--k: wanted at most {most} columns, which the vocabulary has, got {args['k']}")
+    read = lambda i: _tokens(dataset[i], i, tokenizer, args["max_length"], vocab)
+    current = fingerprint(made)
+    if begun and weights != current:
         raise ValueError(
-            f"--model: {said['model']} has different weights from when {out} was started; give another folder"
+            f"--model: {args['model']} has different weights from when {out} was started; give another folder"
         )
     parts.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps({**said, "weights": own}))
+    record.write_text(json.dumps({**args, "weights": current}))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("sequences", total=count)
@@ -123,8 +123,8 @@ def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None
             last, folder = min(first + PART, count), parts / f"{first:09d}"
             lines = [read(i) for i in range(first, last)]
             if not folder.exists():
-                _write(made, lines, folder, said, batch_tokens)
-            elif _given(load_from_disk(str(folder))) != [(line["input_ids"], line.get("labels")) for line in lines]:
+                _write(made, lines, folder, args, batch_tokens)
+            elif _tokens_of(load_from_disk(str(folder))) != [(line["input_ids"], line.get("labels")) for line in lines]:
                 raise ValueError(
                     f"--data: sequences {first} to {last - 1} have changed since {out} was started; give another folder"
                 )
@@ -135,8 +135,8 @@ def teach(said: dict[str, Any], out: Path, batch_tokens: int, device: str | None
     return count
 
 
-def _given(written: Any) -> list[tuple[list[int], list[int] | None]]:
-    """The tokens and labels that a part was made of."""
+def _tokens_of(written: Any) -> list[tuple[list[int], list[int] | None]]:
+    """The tokens and labels from which a part was made."""
     labels = written["labels"][:] if "labels" in written.column_names else [None] * len(written)
     return list(zip(written["input_ids"][:], labels, strict=True))
 
@@ -190,7 +190,7 @@ def _load(name: str, device: str | None, with_tokenizer: bool) -> tuple[Any, Any
 
 
 def _first_line(error: BaseException) -> str:
-    """Of what lies behind an error."""
+    """The first line of an error's deepest cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
@@ -214,21 +214,21 @@ def _tokens(line: Any, number: int, tokenizer: Any, most: int, vocab: int) -> di
     return found
 
 
-def _write(model: Any, lines: Sequence[dict[str, list[int]]], folder: Path, said: dict[str, Any], most: int) -> None:
-    """One part: sequences of like lengths go through the model together, and stand in their own order."""
+def _write(model: Any, lines: Sequence[dict[str, list[int]]], folder: Path, args: dict[str, Any], most: int) -> None:
+    """One part: sequences of similar length go through the model together, and are stored in their own order."""
     from datasets import Dataset
 
     rows: dict[int, dict[str, Any]] = {}
     for batch in _batches([len(line["input_ids"]) for line in lines], most):
-        told = likeliest(model, [lines[i]["input_ids"] for i in batch], said["k"], said["temperature"])
-        for i, row in zip(batch, told, strict=True):
+        found = likeliest(model, [lines[i]["input_ids"] for i in batch], args["k"], args["temperature"])
+        for i, row in zip(batch, found, strict=True):
             labels = lines[i].get("labels")
             if labels is not None:
                 row["target_mask"] = [m if y != -100 else [0] * len(m) for m, y in zip(row["target_mask"], labels)]
             rows[i] = {**lines[i], **row}
-    being = folder.with_suffix(".being-written")
-    Dataset.from_list([rows[i] for i in range(len(lines))]).save_to_disk(str(being))
-    being.rename(folder)
+    temporary = folder.with_suffix(".being-written")
+    Dataset.from_list([rows[i] for i in range(len(lines))]).save_to_disk(str(temporary))
+    temporary.rename(folder)
 
 
 def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
@@ -242,7 +242,7 @@ def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 
 
 def likeliest(model: Any, sequences: Sequence[Sequence[int]], k: int, temperature: float) -> list[dict[str, Any]]:
-    """Of each sequence, the columns of the dataset but its tokens."""
+    """For each sequence, the columns of the dataset except its tokens."""
     from headloss.integrations.adapter import check_transform, range_of, transform_said
     from headloss.integrations.causal_lm import check_model, transform_of
 
@@ -265,7 +265,7 @@ def likeliest(model: Any, sequences: Sequence[Sequence[int]], k: int, temperatur
 
 
 def _entries(rows: dict[str, Tensor], k: int) -> dict[str, Any]:
-    """About each token: row t of the model is about token t + 1, and nothing is about the first."""
+    """One entry per token: row t of the model is about token t + 1, and no row is about the first."""
     return {
         "target_token_ids": [list(range(k)), *rows["top_ids"].int().tolist()],
         "target_logprobs": [[-float("inf")] * k, *rows["top_logprob"].float().tolist()],
@@ -277,7 +277,7 @@ def _entries(rows: dict[str, Tensor], k: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _captured(head: Any) -> Iterator[list[Tensor]]:
-    """What a head is given; meanwhile it returns a few numbers per row, which show what becomes of its logits."""
+    """Records a head's inputs; it returns a few numbers per row, which show what the model does to its logits."""
     from headloss.integrations.adapter import probes
 
     seen: list[Tensor] = []

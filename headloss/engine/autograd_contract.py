@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from headloss.deferred_checks import now_or_later
-from headloss.trace.function_reads import ours
+from headloss.deferred_checks import check_now_or_later
+from headloss.trace.function_reads import is_ours
 
 TWICE = (
     "headloss: tried to differentiate twice (create_graph=True, a Hessian).  The gradient of a call "
@@ -115,7 +115,7 @@ def _fingerprint(x: Tensor, whole: bool) -> Tensor:
 def changing(facts: Iterable[Any]) -> list[Any]:
     """The divergences among these facts that may read something else by the time a pull calls them again."""
     elements = dict.fromkeys(f.element for f in facts if f.element is not None)
-    return [e for e in elements if not (e.pure or ours(e.fn))]
+    return [e for e in elements if not (e.pure or is_ours(e.fn))]
 
 
 def mark_of(facts: Iterable[Any], source: Any) -> Tensor:
@@ -135,7 +135,7 @@ def _refuse_change(found: Tensor, message: str) -> None:
         if int(found):
             raise RuntimeError(message)
 
-    now_or_later(found, found, check, message)
+    check_now_or_later(found, found, check, message)
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

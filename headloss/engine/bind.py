@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import defers
+from headloss.deferred_checks import should_defer
 from headloss.engine.arguments import CallArguments, Chunk
 from headloss.engine.bound_teachers import bind_teachers, restrict_teachers
 from headloss.engine.budget import chunk_rows, row_chunks
@@ -26,7 +26,7 @@ from headloss.rows import Rows, bind_rows, may_read
 from headloss.segments import Segments, shallow
 from headloss.sources import Linear, Logits, Source
 from headloss.term import check_weight
-from headloss.trace.cache_keys import in_words
+from headloss.trace.cache_keys import as_text
 from headloss.trace.signature import TEACHER_INPUTS
 
 
@@ -118,7 +118,7 @@ def _terms_in_words(plan: Plan, arguments: CallArguments, loss: TermsOnRows) -> 
     """Everything but tensors that decides values and collectives: ranks that share a vocabulary must agree on it."""
     number = lambda x: "a tensor" if isinstance(x, Tensor) else x
     weights = [number(loss.weights[t.name]) for t in plan.terms]
-    terms = [(t.name, in_words(t.call.reads().key), t.reduction, t.length, t.call.share) for t in plan.terms]
+    terms = [(t.name, as_text(t.call.reads().key), t.reduction, t.length, t.call.share) for t in plan.terms]
     options, source = arguments.options, arguments.source
     counts = [number(x) for x in (options.num_items, options.num_segments, options.grad_scale)]
     chunks = None if loss.chunks is None else [chunk.rows.stop for chunk in loss.chunks]
@@ -137,7 +137,7 @@ def read_because(plan: Plan, source: Source, segments: Segments | None, chunked:
 
 def reads_now(host_read: bool, device: torch.device, because: str) -> bool:
     """Whether the host reads the targets before the work is queued: if it may, and it must or reading costs no wait."""
-    return host_read and (because != "" or not defers(device)) and may_read(host_read, device)
+    return host_read and (because != "" or not should_defer(device)) and may_read(host_read, device)
 
 
 def rows_of(plan: Plan, arguments: CallArguments, host_read: bool, chunked: str) -> Rows:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import now_or_later
-from headloss.derived_teachers import Draft, Top
+from headloss.deferred_checks import check_now_or_later
+from headloss.derived_teachers import AtIds, Top
 from headloss.engine.heads import Head, LinearHead, open_source
 from headloss.engine.teachers import DenseTeacherRows, SparseTeacherRows, TopRows
 from headloss.routed import Routed
@@ -22,7 +22,7 @@ from headloss.sources import Linear, Source, Sparse, Teacher, padded, with_tenso
 from headloss.support import Support
 from headloss.support_layout import places_of
 from headloss.teachers import DenseChunk, TeacherChunk
-from headloss.trace.signature import IDS
+from headloss.trace.signature import CANDIDATES
 
 
 def bind_teachers(
@@ -48,7 +48,7 @@ def _dense(teacher: Any, source: Source, rows: Rows, backend: Any) -> DenseTeach
     if isinstance(teacher, Routed):
         each = [DenseTeacherRows(t, source, rows) for t in teacher.teachers.values()]
         return RoutedRows(each, teacher.route, rows, teacher.known(), source.fact_dtype)
-    if not isinstance(teacher, Draft):
+    if not isinstance(teacher, AtIds):
         return DenseTeacherRows(teacher, source, rows)
     if isinstance(teacher.teacher, Linear) and not teacher.whole:
         return GatheredRows(teacher.teacher, teacher.ids, source, rows)
@@ -93,7 +93,7 @@ class GatheredRows(DenseTeacherRows):
 class DraftRows(DenseTeacherRows):
     """A dense teacher with a larger vocabulary, read at the tokens that the student has."""
 
-    def __init__(self, draft: Draft, source: Source, rows: Rows, backend: Any) -> None:
+    def __init__(self, draft: AtIds, source: Source, rows: Rows, backend: Any) -> None:
         super().__init__(draft.teacher, source, rows)
         self.ids, self.sums_tail, self.backend = draft.ids, draft.whole, backend
         self.columns = len(draft.ids)
@@ -124,7 +124,7 @@ class DraftRows(DenseTeacherRows):
         return _and_ids(super().tensors(), self.ids)
 
     def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DraftRows:
-        draft = Draft(with_tensors(self.teacher, _but_ids(tensors)), tensors[VOCAB_IDS], self.sums_tail)
+        draft = AtIds(with_tensors(self.teacher, _but_ids(tensors)), tensors[VOCAB_IDS], self.sums_tail)
         return DraftRows(draft, source, rows, self.backend)
 
 
@@ -244,7 +244,7 @@ def restrict_teachers(
         places = places_of(support, targets, getattr(backend, "find_places", None))
         ids_NK = teacher.ids.reshape(-1, teacher.ids.shape[-1])
         outside_NK = places.find(torch.arange(len(ids_NK), device=ids_NK.device), ids_NK) < 0
-        if name == IDS:
+        if name == CANDIDATES:
             check_candidates(ids_NK, outside_NK, targets)
         ids = ids_NK.masked_fill(outside_NK, -1).view(teacher.ids.shape)
         found[name] = Sparse(ids, teacher.logprobs)
@@ -266,4 +266,4 @@ def check_candidates(ids_NK: Tensor, outside_NK: Tensor, targets: Tensor | None)
             )
 
     first = torch.stack([lost_N.any().long(), lost_N.int().argmax()])
-    now_or_later(first, first[:1], check, "ids: a column that its row's support does not keep")
+    check_now_or_later(first, first[:1], check, "ids: a column that its row's support does not keep")

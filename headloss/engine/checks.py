@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import alarm, readable, refuse
+from headloss.deferred_checks import alarm, check_zero, readable
 from headloss.derived_teachers import Top
 from headloss.engine.layout import Laid
 from headloss.facts import FACTS, NEEDS_TARGET, PLAIN, Fact, Want
@@ -20,10 +20,10 @@ from headloss.teachers import SPARSE, TOP
 from headloss.term import Term, check_weight
 from headloss.terms import Terms
 from headloss.trace.call import Call, WrongValueError, inputs_of
-from headloss.trace.function_reads import ours
+from headloss.trace.function_reads import is_ours
 from headloss.trace.gradient import check_constants
-from headloss.trace.signature import IDS, ONLY, passed, suggest
-from headloss.trace.trace import Shape, Trace
+from headloss.trace.signature import CANDIDATES, UNNAMED, passed_names, suggest
+from headloss.trace.trace import InputSpec, Trace
 
 MORE = ("targets", "segments")  # what a loss may ask for besides facts and inputs
 
@@ -76,16 +76,16 @@ def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> N
         (w, str(Top.named(n).of), False) for w, n, _ in asked if w == "teacher_top_logprob"
     ]
     for what, name, sparse in asked:
-        if name == IDS and what == "teacher_logprob":
+        if name == CANDIDATES and what == "teacher_logprob":
             raise ValueError(f"ids: {label} asks for {what!r}, which a sparse teacher provides but ids= does not")
-        if name == IDS and name not in teachers:
+        if name == CANDIDATES and name not in teachers:
             raise ValueError(f"ids: {label} asks for them; pass ids=, (rows, K) columns of each row")
-        there = ", ".join(map(repr, passed(teachers))) or "none"
+        there = ", ".join(map(repr, passed_names(teachers))) or "none"
         if name not in teachers:
-            if name != ONLY:
+            if name != UNNAMED:
                 near = suggest(str(name), teachers)
                 raise ValueError(f"teacher: {label} uses {name!r}, which was not passed (there are: {there}){near}")
-            which = "Term(teacher=...) must name one" if len(passed(teachers)) > 1 else "pass teacher=..."
+            which = "Term(teacher=...) must name one" if len(passed_names(teachers)) > 1 else "pass teacher=..."
             which += " or, for columns of your own, ids=..." * (what in ("ids_logprob", "ids_logit"))
             raise ValueError(f"teacher: {label} needs one for {what!r}; {which} (there are: {there})")
         if isinstance(teachers[name], Sparse) != sparse:
@@ -101,9 +101,9 @@ def check_asked(teachers: Mapping[str, Teacher], calls: Sequence[Call]) -> None:
     asked |= {name.removeprefix("whole=") for name in asked}
     for name in teachers:
         if name not in asked:
-            if name == IDS:
+            if name == CANDIDATES:
                 raise ValueError("ids: passed, but no term or metric asks for ids_logprob, ids_logit or ids")
-            which = "one was passed" if name == ONLY else f"{name!r} was passed"
+            which = "one was passed" if name == UNNAMED else f"{name!r} was passed"
             seen = ", ".join(sorted(map(repr, asked))) or "none"
             raise ValueError(f"teacher: {which}, but terms and metrics use {seen}{suggest(name, asked)}")
 
@@ -160,7 +160,7 @@ def check_count(name: str, x: object) -> None:
         raise ValueError(f"{name}: wanted a count (a whole number, at least 0), got {shown(x)}")
 
 
-def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, Shape], length: int | None = None) -> None:
+def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, InputSpec], length: int | None = None) -> None:
     """Raise if values belong to neither rows nor segments, unless the function takes segments or a table: it must have
     dropped rows, so that the counts would be wrong."""
     apart = call.wants("segments") or any(shapes[n].kind == "whole" for n in call.input_names if n in shapes)
@@ -185,7 +185,7 @@ def check_elements(want: Want) -> None:
             )
     low = torch.full((1,), -2.0e4, dtype=torch.float64, device="cpu")
     for element in dict.fromkeys(f.element for f in want.facts if f.element is not None):
-        if not ours(element.fn) and bool((element.value(low, low / 2) != 0).any()):
+        if not is_ours(element.fn) and bool((element.value(low, low / 2) != 0).any()):
             raise ValueError(
                 f"support: the divergence {element} is not 0 where both probabilities are, so columns that a row does "
                 f'not keep would count; use hl.Term(..., support="all")'
@@ -218,7 +218,7 @@ def check_support(support: Any, source: Source, terms: Terms | None = None) -> N
         )
 
 
-def check_spread(label: str, found: Trace, shapes: Mapping[str, Shape]) -> None:
+def check_spread(label: str, found: Trace, shapes: Mapping[str, InputSpec]) -> None:
     """Raise if a loss combines values per segment with values per row, even if there happen to be as many of both."""
     per_segment = [name for name, shape in shapes.items() if shape.kind == "segment"]
     mismatch = "must match" in found.reason or "to broadcast" in found.reason  # torch has two ways to say it
@@ -229,7 +229,7 @@ def check_spread(label: str, found: Trace, shapes: Mapping[str, Shape]) -> None:
         )
 
 
-def check_gradients(calls: Mapping[str, Call], shapes: Mapping[str, Shape], traces: Mapping[str, Trace]) -> None:
+def check_gradients(calls: Mapping[str, Call], shapes: Mapping[str, InputSpec], traces: Mapping[str, Trace]) -> None:
     """Raise if an input requires grad but no loss gives it one; of untraced losses, `TermsOnRows.whole` finds out."""
     seen = {p.key for call in calls.values() for p in call.signature.parameters}
     given: dict[str, bool] = {}
@@ -242,7 +242,7 @@ def check_gradients(calls: Mapping[str, Call], shapes: Mapping[str, Shape], trac
     check_constants([name for name, has in given.items() if not has], calls.values())
 
 
-def _constants(call: Call, shapes: Mapping[str, Shape], found: Trace) -> set[str]:
+def _constants(call: Call, shapes: Mapping[str, InputSpec], found: Trace) -> set[str]:
     """Inputs that require grad but, going by the trace, get no gradient."""
     if found.joint is None:
         return set()
@@ -300,7 +300,7 @@ def check_ids(label: str, sparse: Sparse, source: Source, launches: bool = False
         if ids.numel() and float(sparse.logprobs.detach().max()) > 0 and bool(_are_probabilities(sparse)):
             raise ValueError(f"{label}: all {_PROBABILITIES}")
     elif ids.device.type != "meta":
-        refuse(
+        check_zero(
             f"{label}: an id is out of range, or log-probabilities are probabilities",
             (((ids < -1) | (ids >= vocab)).sum(), f"{wanted}, but {{}} are neither"),
             (_are_probabilities(sparse), f"{label}: all {_PROBABILITIES}"),

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import refuse
-from headloss.derived_teachers import Draft, Top, is_whole, whole_of
+from headloss.deferred_checks import check_zero
+from headloss.derived_teachers import AtIds, Top, is_whole, whole_of
 from headloss.engine.arguments import CallArguments
 from headloss.engine.layout import Laid
 from headloss.engine.teachers import named_teachers
 from headloss.metrics import Metric
 from headloss.prepared import Prepared
-from headloss.record import Facts, Output, but, facts_from
+from headloss.record import Facts, Output, facts_from, with_fields
 from headloss.routed import Routed
 from headloss.rows import IGNORE
 from headloss.segments import integers
@@ -27,7 +27,7 @@ from headloss.sources import Linear, Logits, Sparse, with_tensors
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.trace.call import facts_of
-from headloss.trace.function_reads import ours
+from headloss.trace.function_reads import is_ours
 from headloss.trace.signature import weighs_classes
 from headloss.vocab_ids import count, sorted_ids, to_columns
 
@@ -58,7 +58,7 @@ class Mapped(NamedTuple):
         metrics = dict(out.metrics)
         if self.missing is not None:
             metrics["vocab_missing"] = Metric("mean", self.missing, "token")
-        return but(out, facts=self.facts(out.facts), metrics=metrics)
+        return with_fields(out, facts=self.facts(out.facts), metrics=metrics)
 
 
 def has_vocab_ids(source: Any) -> bool:
@@ -79,7 +79,7 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
         facts = facts_of(term.call(None, teachers))
         named = [Top.named(n).of if n.startswith("top=") else n for n in (str(f.teacher) for f in facts)]
         wholly = [name.removeprefix("whole=") for name in named if name is not None and is_whole(name)]
-        teachers |= {whole_of(n): Draft(teachers[n].teacher, teachers[n].ids, True) for n in wholly if n in teachers}
+        teachers |= {whole_of(n): AtIds(teachers[n].teacher, teachers[n].ids, True) for n in wholly if n in teachers}
     ignored = missing = lost = None
     if isinstance(targets, Prepared):
         if targets.tokens is None:
@@ -113,13 +113,13 @@ def _of_columns(weights: Any, ids: Tensor) -> Any:
     most, there = sorted_ids(ids)[0][-1], len(w)
     wanted = "wanted one weight per token of the whole vocabulary, since the head has vocab_ids up to"
     beyond = torch.where(most >= there, most, 0)
-    refuse("class_weight: fewer weights than tokens", (beyond, f"class_weight: {wanted} {{}}, got {there}"))
+    check_zero("class_weight: fewer weights than tokens", (beyond, f"class_weight: {wanted} {{}}, got {there}"))
     return w[ids.clamp(max=there - 1)] if there else w
 
 
 def _check_numbers(term: Term) -> None:
     """Raise if a user's function asks for column numbers, which it would mistake for tokens."""
-    if all(map(ours, (term.fn, *(w for w in term.row_weights if callable(w))))):
+    if all(map(is_ours, (term.fn, *(w for w in term.row_weights if callable(w))))):
         return
     for signature in term.call(None, {}).signatures:
         for p in signature.parameters:
@@ -146,4 +146,4 @@ def _teacher(teacher: Any, ids: Tensor, shard: Any) -> Any:
             f"vocab_ids: {whose} whose vocabulary lies on several ranks cannot be read at them; give the teacher's top "
             f"K, hl.topk(teacher, K), which every rank has whole"
         )
-    return Draft(teacher, ids)
+    return AtIds(teacher, ids)

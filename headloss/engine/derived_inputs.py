@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import now_or_later, refuse
+from headloss.deferred_checks import check_now_or_later, check_zero
 from headloss.derived_teachers import Top
 from headloss.engine.arguments import CallArguments
 from headloss.engine.autograd_contract import refuse_transforms
@@ -35,7 +35,7 @@ from headloss.teachers import TOP
 from headloss.term import Term
 from headloss.terms import Terms
 from headloss.trace.call import facts_of, inputs_of
-from headloss.trace.signature import CLASSES, IDS, counts_of, targets_of, weighs_classes
+from headloss.trace.signature import CANDIDATES, CLASSES, counts_of, targets_of, weighs_classes
 
 
 def with_derived_inputs(terms: Terms, arguments: CallArguments, explained: bool = False) -> CallArguments:
@@ -102,7 +102,7 @@ def _with_shares(terms: Terms, arguments: CallArguments, explained: bool) -> Cal
         ids, num = of.ids.reshape(-1), of.num_segments
         valid = torch.ones_like(ids, dtype=torch.bool) if targets is None else (targets != IGNORE).reshape(-1)
         most = "their number" if torch.compiler.is_compiling() else num  # which may be a symbol, and has no text
-        refuse(
+        check_zero(
             f"{label}: an id is out of range, or a row that counts has none",
             (((ids >= num) | (ids < -1)).sum(), f"{label}: segment ids must lie in [-1, {most}), but {{}} do not"),
             ((valid & (ids < 0)).sum(), f"{label}: {{}} rows that are not ignored have no segment (id -1), but term "
@@ -186,7 +186,7 @@ def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
         raise ValueError("class_weight: requires grad, but no gradient flows to weights; pass it detached")
     w_V = w_V.detach().to(source.fact_dtype)
     wrong = "class_weight: wanted weights that are finite and not below 0"
-    refuse(wrong, ((w_V < 0).any() | ~w_V.isfinite().all(), wrong))
+    check_zero(wrong, ((w_V < 0).any() | ~w_V.isfinite().all(), wrong))
     start, rows = 0 if source.shard is None else source.shard.start, integers("targets", targets)  # type: ignore[arg-type]
     log_w = w_V[start : start + source.columns].log().expand(*source.leading, source.columns)
     inputs[CLASSES["class_weight"]] = PerRow(w_V[rows.clamp(0, source.vocab - 1)])
@@ -212,7 +212,7 @@ def with_candidates(teacher: Any, ids: Any, source: Source) -> Any:
         raise ValueError(f"ids: wanted shape {wanted}, got {tuple(ids.shape)}")
     check_device("ids", ids, source.device)
     _check_candidates(ids.reshape(-1, ids.shape[-1]), source.vocab if source.vocab_ids is None else 1 << 62)
-    return {**teachers, IDS: Sparse(ids, torch.zeros(ids.shape, dtype=torch.float32, device=ids.device))}
+    return {**teachers, CANDIDATES: Sparse(ids, torch.zeros(ids.shape, dtype=torch.float32, device=ids.device))}
 
 
 def _check_candidates(ids_NK: Tensor, vocab: int) -> None:
@@ -231,14 +231,14 @@ def _check_candidates(ids_NK: Tensor, vocab: int) -> None:
         if repeated:
             raise ValueError(f"ids: wanted each column of a row once, but row {other} names one twice")
 
-    now_or_later(rows, rows[:2], check, "ids: out of range, or one named twice in a row")
+    check_now_or_later(rows, rows[:2], check, "ids: out of range, or one named twice in a row")
 
 
 def _check(name: str, x: Tensor, main: Tensor | None, vocab: int) -> None:
     """Raise unless own targets are in range, and -100 where the call's are, whose rows are left out of every term."""
     alone = (x != IGNORE) & (main == IGNORE) if main is not None else torch.zeros_like(x, dtype=torch.bool)
     wrong = (x != IGNORE) & ((x < 0) | (x >= vocab))
-    refuse(
+    check_zero(
         f"{name}: out of range, or in rows whose target is {IGNORE}",
         (wrong.sum(), f"{name}: wanted values in [0, {vocab}) or {IGNORE}, but {{}} are neither"),
         (alone.sum(), f"{name}: {{}} rows have one whose target is {IGNORE}, and such rows are left out of every term; "

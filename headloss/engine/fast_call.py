@@ -26,7 +26,7 @@ from headloss.sources import Sparse, with_tensors
 from headloss.teachers import SparseChunk
 from headloss.term import check_weight
 from headloss.trace.gradient import check_gradient
-from headloss.trace.signature import ONLY
+from headloss.trace.signature import UNNAMED
 
 SPARSE_IDS, SPARSE_LOGPROB = SPARSE_INPUTS
 
@@ -113,7 +113,7 @@ class FastCall(Launched):
         if type(teacher) is Sparse:
             checked = check_ids("teacher", teacher, source, merges(path.backend, teacher.ids))
         else:  # by name, if the call was just planned
-            self.teacher = arguments.teachers[ONLY]
+            self.teacher = arguments.teachers[UNNAMED]
         of = Rows(path.shape, self.targets, None, self.valid, None, self.stats, self.skipped)
         self.sparse_rows = SparseTeacherRows(self.teacher, of, path.plan.dtype, path.backend, checked)
         self.sparse_rows.strip()
@@ -214,7 +214,7 @@ class FastCall(Launched):
         path = self.path
         rows = Rows(path.shape, tensors.get("targets"), None, None, None, self.stats, self.skipped)
         source = with_tensors(path.bare, {n: x for n, x in tensors.items() if hasattr(path.bare, n)})
-        teacher_rows: dict[str, Any] = {} if self.sparse_rows is None else {ONLY: self.sparse_rows}
+        teacher_rows: dict[str, Any] = {} if self.sparse_rows is None else {UNNAMED: self.sparse_rows}
         for name, bare in path.dense.items():
             label = f"{teacher_label(name)}."
             own = {n.removeprefix(label): x for n, x in tensors.items() if n.startswith(label)}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from headloss.bounded_cache import store
 from headloss.engine.arguments import CallArguments
 from headloss.engine.autograd_contract import refuse_transforms
 from headloss.engine.bind import chunked_because, chunks_of, reads_now, rows_of
@@ -27,7 +28,6 @@ from headloss.engine.one_launch import by_length
 from headloss.engine.plan import Plan
 from headloss.engine.run import names_of
 from headloss.engine.teachers import teacher_label
-from headloss.kept import keep
 from headloss.metrics import dead_rows
 from headloss.prepared import Prepared
 from headloss.record import Grads
@@ -35,9 +35,9 @@ from headloss.reductions import over_segments
 from headloss.segments import Segments
 from headloss.sources import Linear, Logits, Source, Sparse, Teacher, padded, tensors_in, without_tensors
 from headloss.trace.function_reads import defaults
-from headloss.trace.signature import ONLY, TEACHER_INPUTS
+from headloss.trace.signature import TEACHER_INPUTS, UNNAMED
 
-SPARSE_INPUTS = tuple(f"{i} of {ONLY}" for i in TEACHER_INPUTS)  # by a sparse teacher, among the inputs
+SPARSE_INPUTS = tuple(f"{i} of {UNNAMED}" for i in TEACHER_INPUTS)  # by a sparse teacher, among the inputs
 _MOST = 64  # keys: more would mean that sizes change with every call
 
 
@@ -101,7 +101,7 @@ def key_of(arguments: CallArguments, direct: bool) -> tuple[Any, ...] | None:
                 return None
             key += _layout(x), x.stride()
     elif teacher is not None:
-        for name, dense in teacher.items() if type(teacher) is dict else ((ONLY, teacher),):
+        for name, dense in teacher.items() if type(teacher) is dict else ((UNNAMED, teacher),):
             if type(dense) is Linear and _is_plain(dense):
                 _add_head(key, dense)
             elif type(dense) is Logits and type(dense.logits) is Tensor:
@@ -190,15 +190,15 @@ def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
         return None
     if segments is not None and y is targets and reads_now(key[3], x.device, plan.read_because):
         return None  # the host would read segment lengths, which prepared targets come with
-    sparse = SPARSE_INPUTS if type(used.get(ONLY)) is Sparse else ()
+    sparse = SPARSE_INPUTS if type(used.get(UNNAMED)) is Sparse else ()
     taken = [given.get(name) for name in program.inputs if name not in sparse]
     if any(v is None or not v.is_contiguous() or v.device != x.device for v in taken) or "pairs" in given:
         return None
     path = FastPath(
         plan, source, given, used, y is not None, segments is not None, needs_of(source.tensors, key[0]), found.held
     )
-    _, paths = plans.fast_paths.get(key) or keep(plans.fast_paths, key, (found.form, {}), _MOST)
-    keep(paths, found.read, path, _MOST)
+    _, paths = plans.fast_paths.get(key) or store(plans.fast_paths, key, (found.form, {}), _MOST)
+    store(paths, found.read, path, _MOST)
     return path if not path.linear or path.all_count(found.arguments) else None
 
 

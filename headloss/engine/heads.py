@@ -142,7 +142,7 @@ class LinearHead:
         self.dhidden_ND: Tensor | None = None
         self.dweight_VD: Tensor | None = None
         self.dbias_V: Tensor | None = None
-        self.later: tuple[Tensor, Tensor] | None = None  # factors of the weight's gradient; see `defers`
+        self.later: tuple[Tensor, Tensor] | None = None  # factors of the weight's gradient; see `should_defer`
         self.single_chunk = single_chunk
         self.longest = 0  # rows of the longest chunk, if known: a buffer that grows would exist twice for a moment
 
@@ -244,7 +244,7 @@ class LinearHead:
             hidden_CD = self._hidden(rows)
             if ignored_C1 is not None:
                 hidden_CD = hidden_CD.masked_fill(ignored_C1, 0)  # it may hold NaN, and 0 * NaN is not 0
-            if self.dweight_VD is None and self.defers:
+            if self.dweight_VD is None and self.should_defer:
                 self.later = grad_CV, hidden_CD
             else:
                 self._write_weight(grad_CV, hidden_CD)
@@ -259,7 +259,7 @@ class LinearHead:
         pull_weight(grad_CV, hidden_CD, self.parts, self.dweight_VD, add=not first)
 
     @property
-    def defers(self) -> bool:
+    def should_defer(self) -> bool:
         """Whether the weight's gradient is made in the backward, which knows its scale and what it is added to."""
         return self.single_chunk and self.source.weight_grad_into is not None and not self.source.is_fp16
 
@@ -299,7 +299,7 @@ class LinearHead:
 
 
 class Deferred(NamedTuple):
-    """Gradients without the weight's, which is still to be made; see `LinearHead.defers`."""
+    """Gradients without the weight's, which is still to be made; see `LinearHead.should_defer`."""
 
     made: Grads
     head: LinearHead

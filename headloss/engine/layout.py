@@ -20,14 +20,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import check_later, defers, readable
+from headloss.deferred_checks import check_later, readable, should_defer
 from headloss.immutable import Immutable
 from headloss.segments import Segments, check_dense, check_device, integers
 from headloss.sources import Source
 from headloss.term import Term
 from headloss.trace.call import Call
 from headloss.trace.signature import Signature
-from headloss.trace.trace import PAIRS, Shape
+from headloss.trace.trace import PAIRS, InputSpec
 
 
 class Laid(Immutable):
@@ -233,7 +233,7 @@ def _check_said(name: str, leading: tuple[int, ...], reading: Reading) -> None:
 
 def lay_out(
     said: Mapping[str, Reading], inputs: Mapping[str, Any], source: Source, segments: Segments | None
-) -> dict[str, tuple[Tensor, Shape]]:
+) -> dict[str, tuple[Tensor, InputSpec]]:
     """Every input of a call as a tensor, and how it is laid out."""
     P = count_pairs(inputs)
     return {
@@ -258,7 +258,7 @@ def layout(
     pairs: int | None,
     reading: Reading,
     device: torch.device,
-) -> tuple[Tensor, Shape]:
+) -> tuple[Tensor, InputSpec]:
     """An input as a tensor, and how it is laid out; raise if no layout fits, or several do."""
     said = None
     if isinstance(x, Laid):
@@ -301,7 +301,7 @@ def layout(
     rest = tuple(x.shape[after:])
     if kind in ("whole", "pair"):
         kind, rest = "whole", (PAIRS, *rest[1:]) if rest[0] == pairs else rest
-    return x, Shape(kind, x.dtype, rest, x.requires_grad and torch.is_grad_enabled())
+    return x, InputSpec(kind, x.dtype, rest, x.requires_grad and torch.is_grad_enabled())
 
 
 _DISABLED = torch._C._disabled_torch_function_impl
@@ -325,7 +325,7 @@ def _check_pairs(pairs: Tensor, segments: Segments | None) -> Tensor:
         raise ValueError(f"pairs: wanted (pairs, 2), chosen and rejected, got shape {tuple(pairs.shape)}")
     if segments is not None and readable(pairs) and pairs.numel():
         _check_range(segments.num_segments, torch.stack(pairs.aminmax()))
-    elif segments is not None and pairs.numel() and defers(pairs.device):
+    elif segments is not None and pairs.numel() and should_defer(pairs.device):
         check_later(torch.stack(pairs.aminmax()), functools.partial(_check_range, segments.num_segments))
     return pairs
 

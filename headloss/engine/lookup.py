@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headloss.bounded_cache import store
 from headloss.derived_teachers import Top
 from headloss.engine.arguments import CallArguments
 from headloss.engine.autograd_contract import refuse_transforms
@@ -19,15 +20,14 @@ from headloss.engine.checks import call_weights, check_support
 from headloss.engine.layout import PerRow, Reading, count_pairs, lay_out, layout, readings
 from headloss.engine.plan import Calls, Plan, choose_calls, make_plan, plain_source, suited
 from headloss.engine.teachers import name_teachers
-from headloss.kept import keep
 from headloss.prepared import Prepared
 from headloss.routed import Routed, routes_of
 from headloss.segments import Segments, check_dense, check_device
 from headloss.sources import Logits, Source, Sparse, Teacher
 from headloss.terms import Terms
 from headloss.trace.cache_keys import is_plain
-from headloss.trace.call import Watched
-from headloss.trace.function_reads import defaults, ours
+from headloss.trace.call import CachedReads
+from headloss.trace.function_reads import defaults, is_ours
 from headloss.trace.signature import CLASSES
 
 _MOST = 64  # forms of an objective: more would mean that something changes with every call
@@ -37,14 +37,14 @@ class Form(NamedTuple):
     """What calls of one form share, and their plans, keyed by what their functions read."""
 
     calls: Calls
-    foreign: tuple[Watched, ...]  # those with users' functions, which may read something else in every call
+    foreign: tuple[CachedReads, ...]  # those with users' functions, which may read something else in every call
     own: tuple[Any, ...]  # functions of ours, of which only the defaults of options can change
     plans: dict[Any, tuple[Plan, Any]]  # with those defaults, kept alive so that no id is reused
 
     def read(self) -> tuple[tuple[Any, ...], Any]:
         """A key of what its functions read now, and the defaults of options that the key stands for."""
         held = [x for fn in self.own for x in (fn.__kwdefaults__ or {}).values()]
-        marks = [call.mark() for call in self.foreign] if self.foreign else ()
+        marks = [call.interned() for call in self.foreign] if self.foreign else ()
         return (*marks, *map(id, held)), held
 
 
@@ -124,8 +124,8 @@ def find(terms: Terms, arguments: CallArguments) -> FoundPlan:
         plan = make_plan(terms, form.calls, off, source, targets is None, segments, teachers, laid, support is not None)
         if form.read()[0] != read:  # another thread changed it: the plan may be of either, and serves this call
             read = (object(),)
-        found = keep(form.plans, read, (plan, held), _MOST)
-        keep(plans.forms, key, form, _MOST)
+        found = store(form.plans, read, (plan, held), _MOST)
+        store(plans.forms, key, form, _MOST)
     plan = found[0]
     if plan.in_parts is not None:
         plan = suited(plan, source)
@@ -208,14 +208,14 @@ def form_of(
 
 
 def _new_form(calls: Calls) -> Form:
-    foreign: list[Watched] = []
+    foreign: list[CachedReads] = []
     own: list[Any] = []
     for call in (*calls.terms.values(), *(call for _, call in calls.metrics)):
         elements = [f.element for f in call.signature.facts if f.element is not None]
         functions = [*call.functions, *(x.fn for x in elements)]
         options = [*call.options.values(), *(x for e in elements for x in e.options.values())]
-        if all(map(ours, functions)) and all(map(is_plain, options)):
+        if all(map(is_ours, functions)) and all(map(is_plain, options)):
             own += [fn for fn in functions if fn.__code__.co_kwonlyargcount]
         else:
-            foreign.append(Watched(call))
+            foreign.append(CachedReads(call))
     return Form(calls, tuple(foreign), tuple(dict.fromkeys(own)), {})

@@ -23,15 +23,15 @@ from headloss.engine.plan import Plan, Planned
 from headloss.engine.sweeps import Cotangents
 from headloss.facts import CONSTANT, Fact
 from headloss.metrics import Metric, dead_rows, kind_of, measure
-from headloss.reductions import of_rows_alone
+from headloss.reductions import rows_only
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
 from headloss.segments import Segments, group_sum
-from headloss.trace.call import Call, Env, Weighed, check_metrics, evaluate
+from headloss.trace.call import Call, Env, WeightAndMetrics, check_metrics, evaluate
 from headloss.trace.classify import without_hooks
 from headloss.trace.gradient import Reach, check_constants, check_gradient, leaf, reach_of
 from headloss.trace.signature import Signature
-from headloss.trace.trace import Shape, run_cotangents
+from headloss.trace.trace import InputSpec, run_cotangents
 
 
 class TermsOnRows:
@@ -54,11 +54,12 @@ class TermsOnRows:
         self.weights = {name: weights.get(name, x) for name, x in plan.weights.items()} if weights else plan.weights
         self.device, self.shapes, self.taken = source.device, plan.shapes, taken
         if taken:  # these have only the rows that count
-            self.shapes = {**self.shapes, **{n: Shape("row", x.dtype, tuple(x.shape[1:])) for n, x in taken.items()}}
+            of_rows = {n: InputSpec("row", x.dtype, tuple(x.shape[1:])) for n, x in taken.items()}
+            self.shapes = {**self.shapes, **of_rows}
         self.terms, self.dtype, self.wants_grad = plan.terms, plan.dtype, plan.wants_grad
         self.values: dict[str, Tensor] = {}
         self.metrics: dict[str, Metric] = {}
-        self._weighed: dict[str, Weighed] = {}
+        self._weighed: dict[str, WeightAndMetrics] = {}
         self._denominators: dict[str, Tensor] = {}  # of the weighted means that were made so far
         # fp16 logits get their gradient before the loss scale is known: write order 1, and scale in float32
         self.scaled_late = source.is_fp16 or (plan.is_fp16 and plan.program is not None and not plan.waits)
@@ -68,7 +69,7 @@ class TermsOnRows:
                 if t.sums_weights and t.trace.value == "row":
                     self._weights(t, "row", rows.count, self._env({}, None))
 
-    def weighed(self, term: Planned, env: Env) -> Weighed:
+    def weighed(self, term: Planned, env: Env) -> WeightAndMetrics:
         """The row weight of a weighted mean on all rows, made once because a function may draw random numbers."""
         if term.name not in self._weighed:
             self._weighed[term.name] = term.call.weigh(env)
@@ -140,7 +141,7 @@ class TermsOnRows:
         for term in self.terms:
             with without_hooks(), torch.set_grad_enabled(grad or (self.watched and term.trace.reach is None)):
                 weighed = self.weighed(term, env) if term.reduction == "weighted_mean" else None
-                value, metrics = term.call(env, per_row if term.trace.apart else None, weighed)
+                value, metrics = term.call(env, per_row if term.trace.row_by_row else None, weighed)
             if term.trace.reach is None and (grad or self.watched):
                 ways[term.name] = reach_of(value, leaves, [x for x in env.inputs.values() if x is not None])
             kind = term.trace.value or self._kind(term.call, value, (term.call.signature,))
@@ -241,7 +242,7 @@ class TermsOnRows:
         """How much each row counts in a reduction over other segments than the call's."""
         assert term.call.share is not None
         if kind != "row":
-            raise ValueError(of_rows_alone(f"term {term.name!r}", kind))
+            raise ValueError(rows_only(f"term {term.name!r}", kind))
         return self.inputs[term.call.share]
 
     def denominator(self, term: Planned, kind: str, length: int, env: Env | None = None) -> Tensor:

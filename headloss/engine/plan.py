@@ -39,9 +39,9 @@ from headloss.sources import Linear, Logits, Source, Sparse, Teacher
 from headloss.teachers import TOP
 from headloss.terms import Terms
 from headloss.trace.call import Call
-from headloss.trace.function_reads import ours
-from headloss.trace.signature import CALL, TEACHER_INPUTS
-from headloss.trace.trace import Shape, Trace, trace
+from headloss.trace.function_reads import is_ours
+from headloss.trace.signature import CALL_NAMES, TEACHER_INPUTS
+from headloss.trace.trace import InputSpec, Trace, trace
 
 KEPT = "each row keeps some columns"
 FEW = "so few rows are swept faster in parts"
@@ -78,7 +78,7 @@ class Plan(NamedTuple):
     weights: Mapping[str, float | Tensor]  # of the terms that are on, unless a call gives others
     off: tuple[str, ...]  # terms switched off
     metrics: tuple[tuple[str, Call], ...]
-    shapes: Mapping[str, Shape]  # of the inputs
+    shapes: Mapping[str, InputSpec]  # of the inputs
     wants_grad: tuple[str, ...]  # inputs that require grad
     want: Want
     kind: str  # the widest class among the terms
@@ -127,7 +127,7 @@ def make_plan(
     targetless: bool,
     segments: Segments | None,
     teachers: Mapping[str, Teacher],
-    shapes: Mapping[str, Shape],
+    shapes: Mapping[str, InputSpec],
     kept: bool = False,
 ) -> Plan:
     """`kept`: the call has a support."""
@@ -223,14 +223,14 @@ def why_read_by_products(plan: Plan, source: Source, segments: Segments | None) 
 
 def in_order(plan: Plan) -> bool:
     """Whether a metric may depend on the order of rows: a user's own metric sees all of them."""
-    theirs = [t.trace for t in plan.terms if not ours(t.call.fn)]
-    return any(not x.value or x.metrics for x in theirs) or any(not ours(call.fn) for _, call in plan.metrics)
+    theirs = [t.trace for t in plan.terms if not is_ours(t.call.fn)]
+    return any(not x.value or x.metrics for x in theirs) or any(not is_ours(call.fn) for _, call in plan.metrics)
 
 
 def _mixing(plan: Plan) -> str:
     """Names a metric that is computed from all rows at once; empty if there is none."""
     mixing = [f"{t.name}/{name}" for t in plan.terms for name, kind in t.trace.metrics.items() if kind == "other"]
-    mixing += [name for name, call in plan.metrics if plan.program is None and not ours(call.fn)]
+    mixing += [name for name, call in plan.metrics if plan.program is None and not is_ours(call.fn)]
     return f"metric {mixing[0]!r} may not see ignored rows" if mixing else ""
 
 
@@ -264,7 +264,7 @@ def choose_calls(
             raise ValueError(f"metrics: {name!r} looks at a routed teacher, which rows may lack; measure it in a Term")
     check_asked(teachers, [*calls.values(), *(call for _, call in metrics)])
     named = {f"{i} of {n}" for n, x in teachers.items() if isinstance(x, Sparse) for i in TEACHER_INPUTS}
-    check_inputs(calls.items(), inputs, CALL, off=off, metrics=metrics, teachers=named)
+    check_inputs(calls.items(), inputs, CALL_NAMES, off=off, metrics=metrics, teachers=named)
     calls = {name: call for name, call in calls.items() if name not in off}
     for name in calls:
         if segments is None and objective.terms[name].needs_segments:
@@ -280,7 +280,7 @@ def _trace_terms(
     source: Source,
     segments: Segments | None,
     teachers: Mapping[str, Teacher],
-    given: Mapping[str, Shape],
+    given: Mapping[str, InputSpec],
     targetless: bool,
 ) -> tuple[dict[str, Trace], Want, str]:
     """Each term's trace, the facts that are needed, and the widest class."""
@@ -311,12 +311,12 @@ def _is_narrow(teacher: Teacher, source: Source) -> bool:
     return not isinstance(teacher, Sparse) and teacher.vocab < source.vocab
 
 
-def _ids(source: Source, teachers: Mapping[str, Teacher]) -> dict[str, Shape]:
+def _ids(source: Source, teachers: Mapping[str, Teacher]) -> dict[str, InputSpec]:
     """The inputs that sparse teachers provide."""
     width = {n: x.ids.shape[-1] for n, x in teachers.items() if isinstance(x, Sparse)}
     width |= {n: Top.named(n).k for n, x in teachers.items() if isinstance(x, Top)}
     return {
-        f"{i} of {n}": Shape("row", torch.long if i == "teacher_ids" else source.fact_dtype, (k,))
+        f"{i} of {n}": InputSpec("row", torch.long if i == "teacher_ids" else source.fact_dtype, (k,))
         for n, k in width.items()
         for i in TEACHER_INPUTS
     }
@@ -339,7 +339,7 @@ def _print_terms(
     source: Source,
     teachers: Mapping[str, Teacher],
     traces: Mapping[str, Trace],
-    shapes: Mapping[str, Shape],
+    shapes: Mapping[str, InputSpec],
     want: Want,
     kind: str,
     between: bool = False,
@@ -365,8 +365,8 @@ def _print_terms(
 
 
 def _to_print(
-    calls: Calls, traces: Mapping[str, Trace], want: Want, shapes: Mapping[str, Shape]
-) -> tuple[Any, Want, Mapping[str, Shape], Any]:
+    calls: Calls, traces: Mapping[str, Trace], want: Want, shapes: Mapping[str, InputSpec]
+) -> tuple[Any, Want, Mapping[str, InputSpec], Any]:
     """The arguments of `backend.lower`."""
     terms = {name: (call, traces[name]) for name, call in calls.terms.items()}
     return terms, want, shapes, [(name, call) for name, call in calls.metrics if call.fn is not dead_rows]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headloss.deferred_checks import defers
+from headloss.deferred_checks import should_defer
 from headloss.derived_teachers import Top, check_top
 from headloss.engine.bound_teachers import bind_teachers, restrict_teachers
 from headloss.engine.checks import check_elements, check_support, check_targets_wanted, check_teachers
@@ -24,7 +24,7 @@ from headloss.sources import Linear, Source, Teacher
 from headloss.support import Support
 from headloss.teachers import SPARSE, TOP
 from headloss.trace.call import Call
-from headloss.trace.signature import COMPARING, IDS, ONLY, Parameter, Signature, passed, suggest, top_of
+from headloss.trace.signature import CANDIDATES, COMPARING, UNNAMED, Parameter, Signature, passed_names, suggest, top_of
 
 
 def facts_sweep(
@@ -64,7 +64,7 @@ def facts_sweep(
         check_elements(chosen)
     chunked = KEPT if kept else why_chunked(source, chosen, engine)
     linear = isinstance(source, Linear) and chunked != "" and not kept
-    reads = host_read and (linear or source.shard is not None or not defers(source.device))
+    reads = host_read and (linear or source.shard is not None or not should_defer(source.device))
     rows = bind_rows(
         source.leading, targets, None, vocab=source.vocab, device=source.device, host_read=reads,
         count=getattr(engine, "count_targets", None),
@@ -103,8 +103,8 @@ def _with_top(teacher: Any, want: Sequence[Any], top: int | None) -> Any:
         return teacher
     teachers = named_teachers(teacher)
     names = [x if isinstance(x, str) else next(iter(x)) for x in want]
-    given = passed(teachers)
-    of = (given[0] if len(given) == 1 else ONLY) if "teacher_top_logprob" in names else None
+    given = passed_names(teachers)
+    of = (given[0] if len(given) == 1 else UNNAMED) if "teacher_top_logprob" in names else None
     return {**teachers, top_of(top, of): Top(top, of)}
 
 
@@ -117,9 +117,9 @@ def _read_fact(want: Any, teachers: Mapping[str, Teacher]) -> Fact:
     if temperature is not None and not (is_number(temperature) and temperature > 0):
         raise ValueError(f"want: wanted a positive temperature for {name!r}, got {shown(temperature)}")
     if name in COMPARING:
-        given = passed(teachers)
-        only = given[0] if len(given) == 1 else ONLY
-        teacher = teacher or (IDS if name in SPARSE and IDS in teachers else only)
+        given = passed_names(teachers)
+        only = given[0] if len(given) == 1 else UNNAMED
+        teacher = teacher or (CANDIDATES if name in SPARSE and CANDIDATES in teachers else only)
         if name in TOP:
             teacher = next(n for n, x in teachers.items() if isinstance(x, Top))
     elif teacher is not None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headloss.deferred_checks import readable
-from headloss.derived_teachers import Draft, Top
+from headloss.derived_teachers import AtIds, Top
 from headloss.engine.budget import COPIES, NO_COST, Cost, gathered_bytes, held_besides
 from headloss.engine.checks import check_ids
 from headloss.engine.heads import Head, open_source
@@ -38,13 +38,13 @@ from headloss.sources import (
     without_tensors,
 )
 from headloss.teachers import DenseChunk, SparseChunk, TeacherChunk, Temperature, TopChunk, places
-from headloss.trace.signature import ONLY
+from headloss.trace.signature import UNNAMED
 
 
 def named_teachers(teacher: Any) -> dict[str, Any]:
     """The teachers of a call by name."""
     if not isinstance(teacher, Mapping):
-        return {} if teacher is None else {ONLY: teacher}
+        return {} if teacher is None else {UNNAMED: teacher}
     for name in teacher:
         if not isinstance(name, str):
             raise TypeError(f"teacher: wanted teachers by name, got {name!r} of type {type(name).__name__} for a name")
@@ -64,7 +64,7 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
             for t in x.teachers.values():
                 name_teachers({name: t}, source)
             continue
-        if isinstance(x, Draft):
+        if isinstance(x, AtIds):
             name_teachers({name: x.teacher}, source)
             _check_draft(label, x)
             continue
@@ -96,7 +96,7 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
     return named
 
 
-def _check_draft(label: str, draft: Draft) -> None:
+def _check_draft(label: str, draft: AtIds) -> None:
     """Raise if the teacher lacks a token of the student."""
     ids, vocab = draft.ids, draft.teacher.vocab
     if readable(ids) and len(ids) and int(ids.max()) >= vocab:
@@ -112,7 +112,7 @@ def _first(teacher: Teacher) -> Tensor:
 
 
 def teacher_label(name: str) -> str:
-    return "teacher" if name == ONLY else f"teacher[{name!r}]"
+    return "teacher" if name == UNNAMED else f"teacher[{name!r}]"
 
 
 def _check_columns(label: str, teacher: Source, source: Source) -> None:

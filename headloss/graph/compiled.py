@@ -1,7 +1,7 @@
-"""A call under torch.compile: split into tensors and a recipe, run as one operator, and rebuilt into its `Output`.
+"""A call under torch.compile: it becomes the operator of `ops`, whose tensors are put together as an `Output`.
 
-torch.compile traces this file.  What it must not trace, planning and naming, happens in `labels`, whose result is a
-constant of the graph made from constants alone; so nothing here may depend on the number of rows.
+torch.compile traces this file.  Planning and naming, which it must not trace, happen in `constants_of`, whose result
+(a recipe and names from its result spec) is a constant of the graph; so nothing here may depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from headloss.derived_teachers import Draft, Top
+from headloss.derived_teachers import AtIds, Top
 from headloss.engine.arguments import CallArguments
 from headloss.engine.run import names_of
 from headloss.graph import ops  # noqa: F401  registers the operators
 from headloss.graph.content import Traits
-from headloss.graph.recipe import Described, describe, read, write
-from headloss.graph.spec import form, in_one_launch
+from headloss.graph.recipe import CallParts, read_recipe, split_call, write_recipe
+from headloss.graph.spec import in_one_launch, result_spec
 from headloss.metrics import Metric
 from headloss.record import Grads, Output, facts_from
 from headloss.routed import Routed
@@ -26,13 +26,13 @@ from headloss.sources import Linear, Logits, Source, Teacher
 from headloss.terms import Terms
 
 
-class Labels(NamedTuple):
-    """The recipe of a call and the names of the parts of its result: constants of a graph."""
+class Constants(NamedTuple):
+    """The recipe of a call and the names of the parts of its result, which are constants of a graph."""
 
     recipe: str
     facts: tuple[Any, ...]  # their keys in the record
     terms: tuple[str, ...]  # those that are not switched off
-    metrics: tuple[tuple[str, str, str, int], ...]  # see `spec.Form`
+    metrics: tuple[tuple[str, str, str, int], ...]  # see `spec.ResultSpec`
 
 
 class Compilable(Protocol):
@@ -42,23 +42,23 @@ class Compilable(Protocol):
     key: str
     traits: Traits
 
-    def labels(self, key: str, constants: tuple[Any, ...], host_read: bool, direct: bool) -> Labels: ...
+    def constants_of(self, key: str, constants: tuple[Any, ...], host_read: bool, direct: bool) -> Constants: ...
     def is_portable(self, key: str) -> bool: ...
 
 
-def labels(of: Terms | None, constants: tuple[Any, ...], **more: Any) -> Labels:
+def constants_of(of: Terms | None, constants: tuple[Any, ...], **more: Any) -> Constants:
     # a user's own divergence may read something else by the time the backward runs
     changes = of is not None and any(t.has_foreign_divergence for t in of.every_term)
     visited = constants[0][0] == "Linear" or more["direct"] or changes
-    recipe = read(write(of, constants, **more, visited=visited))
+    recipe = read_recipe(write_recipe(of, constants, **more, visited=visited))
     if not visited and in_one_launch(recipe, of):
-        recipe = read(write(of, constants, **more, visited=True))
-    known = form(recipe, terms=of)
-    return Labels(recipe.text, known.keys, known.terms, known.metrics)
+        recipe = read_recipe(write_recipe(of, constants, **more, visited=True))
+    spec = result_spec(recipe, terms=of)
+    return Constants(recipe.text, spec.fact_keys, spec.terms, spec.metrics)
 
 
-def wanted(source: Any, teacher: Any, unknown: tuple[str, ...] = ()) -> bool:
-    """Whether a call becomes an operator: it can, and either something is tracing or the tensors are fake.
+def is_operator(source: Any, teacher: Any, unknown: tuple[str, ...] = ()) -> bool:
+    """Whether a call becomes an operator: it can, and a graph is being traced or the tensors are fake.
 
     Under torch.compile, functions that read mutable state (`unknown`) rule it out: a graph applies side effects last,
     so such a function could read a value from before an update.
@@ -73,9 +73,8 @@ def wanted(source: Any, teacher: Any, unknown: tuple[str, ...] = ()) -> bool:
 
 def _fits(source: Source, teacher: Teacher | Mapping[str, Teacher] | None) -> bool:
     """Whether a call can be an operator: one that overwrites its logits or takes DTensors runs uncompiled."""
-    teachers = list(teacher.values()) if isinstance(teacher, Mapping) else [] if teacher is None else [teacher]
-    for x in [source, *teachers]:
-        if isinstance(x, (Top, Draft, Routed)):
+    for x in [source, *(teacher.values() if isinstance(teacher, Mapping) else [teacher])]:
+        if isinstance(x, (Top, AtIds, Routed)):
             return False
         for y in getattr(x, "tensors", ()):
             if hasattr(y, "device_mesh"):
@@ -86,17 +85,17 @@ def _fits(source: Source, teacher: Teacher | Mapping[str, Teacher] | None) -> bo
 def call(objective: Compilable, arguments: CallArguments, direct: bool) -> Output:
     """`Objective.__call__`, or with `direct` its `forward_backward`, as an operator."""
     number = None if objective.is_portable(objective.key) else objective.traits.number
-    found, constants = describe(arguments, direct, objective.traits, number)
-    known = objective.labels(objective.key, constants, arguments.options.host_read, direct)
-    loss, terms, parts, *more = torch.ops.headloss.visit(found.tensors, found.sizes, known.recipe)
+    parts, constants = split_call(arguments, direct, objective.traits, number)
+    known = objective.constants_of(objective.key, constants, arguments.options.host_read, direct)
+    loss, terms, numbers, *more = torch.ops.headloss.visit(parts.tensors, parts.sizes, known.recipe)
     values = dict(zip(known.terms, terms.detach().unbind()))
     for name in objective.names:
         if name not in values:
             values[name] = torch.zeros_like(loss, requires_grad=False)  # switched off
-    numbers = list(parts.detach().unbind()) if known.metrics else []
+    sums = list(numbers.detach().unbind()) if known.metrics else []
     metrics, i = {}, 0
     for name, kind, per, count in known.metrics:
-        metrics[name] = Metric(kind, tuple(numbers[i : i + count]), per)
+        metrics[name] = Metric(kind, tuple(sums[i : i + count]), per)
         i += count
     n = len(known.facts)
     grads = Grads(**dict(zip(names_of(arguments.source.tensors), more[n:]))) if direct else None
@@ -104,7 +103,7 @@ def call(objective: Compilable, arguments: CallArguments, direct: bool) -> Outpu
     return Output(loss, {name: values[name] for name in objective.names}, metrics, facts, grads)
 
 
-def read_facts(known: Labels, found: Described) -> Any:
+def read_facts(known: Constants, parts: CallParts) -> Any:
     """`row_facts` as an operator."""
-    _, _, _, *more = torch.ops.headloss.visit(found.tensors, found.sizes, known.recipe)
+    _, _, _, *more = torch.ops.headloss.visit(parts.tensors, parts.sizes, known.recipe)
     return facts_from(list(more[: len(known.facts)]), list(known.facts))

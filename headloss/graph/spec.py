@@ -1,7 +1,7 @@
-"""Inside the operators: run a call from its recipe, and work out the form of its result before it runs.
+"""Runs the call that a recipe describes, and says beforehand what it will return: its `ResultSpec`.
 
-A graph needs the form (shapes, dtypes, names) before there are numbers.  The plan says which facts, terms and classes
-there are; shapes, dtypes and the kinds of metrics come from running the plan's own sweep and loss on fake tensors.
+A graph needs shapes, dtypes and names before there are numbers.  The plan says which facts, terms and classes there
+are; shapes, dtypes and the kinds of metrics come from running the plan's own sweep and loss on fake tensors.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from headloss.backends import choose
+from headloss.bounded_cache import store
 from headloss.engine.arguments import CallArguments, CallOptions
 from headloss.engine.autograd_contract import changing
 from headloss.engine.bind import bind
@@ -29,17 +30,16 @@ from headloss.engine.row_facts import facts_sweep
 from headloss.engine.run import Result, run
 from headloss.engine.sweeps import Sweep
 from headloss.facts import CONSTANT, Fact
-from headloss.graph.recipe import Call, Recipe
-from headloss.kept import keep
+from headloss.graph.recipe import RebuiltCall, Recipe
 from headloss.prepared import Prepared, prepare
 from headloss.record import keys_of
 from headloss.rows import may_read
 from headloss.segments import Segments
 from headloss.terms import Terms
-from headloss.trace.classify import unwatched
+from headloss.trace.classify import without_modes
 
 
-class Done(NamedTuple):
+class FinishedCall(NamedTuple):
     """A call that ran."""
 
     sweep: Sweep
@@ -48,10 +48,10 @@ class Done(NamedTuple):
     numbers: Tensor  # what the host knows about the targets
 
 
-def perform(args: Call, terms: Terms | None) -> Done:
+def run_call(args: RebuiltCall, terms: Terms | None) -> FinishedCall:
     """Run the call on the ordinary path."""
     recipe = args.recipe.data
-    targets, host_read = known_of(args, recipe["host_read"])
+    targets, host_read = prepared_targets(args, recipe["host_read"])
     loss: TermsOnRows | None = None
     if terms is None:
         sweep = sweep_of(args, targets, host_read)
@@ -64,24 +64,24 @@ def perform(args: Call, terms: Terms | None) -> Done:
         result = run(sweep, loss, args.needs)
         sweep.close()
     numbers = targets.numbers if isinstance(targets, Prepared) else torch.empty(0, dtype=torch.long, device="cpu")
-    return Done(sweep, loss, result, numbers)
+    return FinishedCall(sweep, loss, result, numbers)
 
 
 def plan_of(
-    args: Call, terms: Terms, targets: Tensor | Prepared | None, host_read: bool = True
+    args: RebuiltCall, terms: Terms, targets: Tensor | Prepared | None, host_read: bool = True
 ) -> tuple[Plan, CallArguments]:
     plan, arguments, *_ = find(terms, arguments_of(args, targets, host_read))
     later = any(args.needs) and not args.recipe.visited  # the backward pulls; one launch's gradient would need scaling
     return plan.without_program("the gradient is made in the backward") if later else plan, arguments
 
 
-def arguments_of(args: Call, targets: Tensor | Prepared | None, host_read: bool) -> CallArguments:
+def arguments_of(args: RebuiltCall, targets: Tensor | Prepared | None, host_read: bool) -> CallArguments:
     options = CallOptions(args.num_items, args.num_segments, args.weights, args.grad_scale, host_read)
     return CallArguments(args.source, targets, args.segments, args.teacher, options, args.laid)
 
 
-def known_of(args: Call, host_read: bool) -> tuple[Tensor | Prepared | None, bool]:
-    """The targets with what the host must know about them.  While a CUDA graph is captured, the host cannot read."""
+def prepared_targets(args: RebuiltCall, host_read: bool) -> tuple[Tensor | Prepared | None, bool]:
+    """The targets with the numbers that the host needs.  While a CUDA graph is captured, the host cannot read them."""
     if args.targets is None:
         return None, host_read
     known = args.prepared()
@@ -90,65 +90,65 @@ def known_of(args: Call, host_read: bool) -> tuple[Tensor | Prepared | None, boo
     return (args.targets, False) if known is None else (known, host_read)
 
 
-def sweep_of(args: Call, targets: Tensor | Prepared | None, host_read: bool, backend: str | None = None) -> Sweep:
+def sweep_of(args: RebuiltCall, targets: Tensor | Prepared | None, host_read: bool, backend: str = "") -> Sweep:
     want = [tuple(x) if isinstance(x, list) else x for x in args.recipe.data["want"]]
     return facts_sweep(args.source, targets, want, args.teacher, backend or args.recipe.data["backend"], host_read)
 
 
-class Form(NamedTuple):
+class ResultSpec(NamedTuple):
     """What a call returns, apart from sizes.  It holds no function or tensor of a user's."""
 
     facts: tuple[Fact, ...]  # in order; a divergence without its function
-    keys: tuple[Any, ...]  # of the facts in the record
-    dtypes: tuple[torch.dtype, ...]  # of the facts
-    widths: tuple[tuple[int, ...], ...]  # of the facts: dimensions after the rows
+    fact_keys: tuple[Any, ...]  # in the record
+    fact_dtypes: tuple[torch.dtype, ...]
+    fact_widths: tuple[tuple[int, ...], ...]  # dimensions after the rows
     terms: tuple[str, ...]
     metrics: tuple[tuple[str, str, str, int], ...]  # name, kind, per, and how many numbers it consists of
     cotangents: tuple[int, ...]  # indices of the facts that get a gradient from the loss
-    by_segment: bool  # chunks hold whole segments
-    divergences: bool  # some fact is the sum of a function over the vocabulary
+    by_segment: bool  # whether chunks hold whole segments
+    has_divergence: bool  # whether a fact is the sum of a function over the vocabulary
     changes: bool  # and that function is a user's, which may read something else by the time it is pulled on
     softmax: Any  # the softmax's nested tuples with an index in place of each tensor
-    tensors: int  # how many tensors the softmax has
-    wide: torch.dtype  # of the metrics' numbers
+    softmax_tensors: int  # how many the softmax has
+    metric_dtype: torch.dtype  # of the metrics' numbers
 
     def differentiable(self) -> list[int]:
         """Indices of the facts that have a gradient."""
         return [i for i, fact in enumerate(self.facts) if fact.name not in CONSTANT]
 
 
-def numbered(nest: Any) -> tuple[Any, list[Tensor]]:
+def index_tensors(nest: Any) -> tuple[Any, list[Tensor]]:
     """Nested tuples with an index in place of each tensor, and the list of those tensors."""
     tensors: list[Tensor] = []
     number = lambda x: tensors.append(x) or len(tensors) - 1  # type: ignore[func-returns-value]
     return tree_map_only(Tensor, number, nest), tensors
 
 
-def filled(nest: Any, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of `numbered`: put the tensors back."""
+def place_tensors(nest: Any, tensors: Sequence[Tensor]) -> Any:
+    """The inverse of `index_tensors`: put the tensors back."""
     return tree_map_only(int, lambda i: tensors[i], nest)
 
 
-_FORMS: dict[str, Form] = {}
+_SPECS: dict[str, ResultSpec] = {}
 _MOST = 512
 
 
-def form(recipe: Recipe, sizes: Sequence[int] = (), terms: Terms | None = None) -> Form:
-    """The form of a call's result."""
-    found = _FORMS.get(recipe.text)
-    return found or keep(_FORMS, recipe.text, _form(recipe, terms or recipe.terms_of(sizes)), _MOST)
+def result_spec(recipe: Recipe, sizes: Sequence[int] = (), terms: Terms | None = None) -> ResultSpec:
+    """What a call returns, from a cache keyed by its recipe."""
+    spec = _SPECS.get(recipe.text)
+    return spec or store(_SPECS, recipe.text, _make_spec(recipe, terms or recipe.terms_of(sizes)), _MOST)
 
 
-def _form(recipe: Recipe, terms: Terms | None) -> Form:
-    with _outside():
+def _make_spec(recipe: Recipe, terms: Terms | None) -> ResultSpec:
+    with _untraced():
         try:
-            return _form_of(recipe, terms, FakeTensorMode(allow_non_fake_inputs=True))
-        except Exception:  # a function that branches on values: real zeros instead; an error in the call comes up again
+            return _spec_of(recipe, terms, FakeTensorMode(allow_non_fake_inputs=True))
+        except Exception:  # a function that branches on values: use real zeros; an error of the call is raised again
             with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
-                return _form_of(recipe, terms, contextlib.nullcontext())
+                return _spec_of(recipe, terms, contextlib.nullcontext())
 
 
-def _form_of(recipe: Recipe, terms: Terms | None, mode: Any) -> Form:
+def _spec_of(recipe: Recipe, terms: Terms | None, mode: Any) -> ResultSpec:
     """`mode`: the context that makes the stand-in tensors, fake or real."""
     data, by_segment, loss = recipe.data, False, None
     args, targets, terms = _stand_in(recipe, terms, mode)
@@ -167,14 +167,14 @@ def _form_of(recipe: Recipe, terms: Terms | None, mode: Any) -> Form:
     with torch.no_grad(), mode:
         result = run(sweep, loss, args.needs)
     values = [result.facts[f] for f in facts]
-    softmax, leaves = numbered(result.softmax) if not sweep.want.only_ids else (None, [])
-    return Form(
-        bare(facts),
+    softmax, leaves = index_tensors(result.softmax) if not sweep.want.only_ids else (None, [])
+    return ResultSpec(
+        bare_facts(facts),
         keys_of(facts),
         tuple(x.dtype for x in values),
         tuple(tuple(x.shape[1:]) for x in values),
         () if loss is None else tuple(loss.values),
-        measured(loss),
+        metrics_of(loss),
         tuple(i for i, f in enumerate(facts) if f in result.by_fact),
         by_segment,
         any(f.element is not None for f in facts),
@@ -185,13 +185,13 @@ def _form_of(recipe: Recipe, terms: Terms | None, mode: Any) -> Form:
     )
 
 
-def bare(facts: Sequence[Fact]) -> tuple[Fact, ...]:
+def bare_facts(facts: Sequence[Fact]) -> tuple[Fact, ...]:
     """Facts without the functions of divergences."""
     return tuple(f._replace(element=None) for f in facts)
 
 
-def measured(loss: TermsOnRows | None) -> tuple[tuple[str, str, str, int], ...]:
-    """The metrics, as `Form.metrics` describes them."""
+def metrics_of(loss: TermsOnRows | None) -> tuple[tuple[str, str, str, int], ...]:
+    """The metrics, as `ResultSpec.metrics` describes them."""
     return () if loss is None else tuple((n, m.kind, m.per, len(m.parts)) for n, m in loss.metrics.items())
 
 
@@ -199,7 +199,7 @@ def in_one_launch(recipe: Recipe, terms: Terms | None) -> bool:
     """Whether one of our kernels makes the gradient of the logits along with the loss."""
     if terms is None or recipe.data["source"][3] is not None or recipe.data["group"]:
         return False
-    with _outside():
+    with _untraced():
         args, targets, of = _stand_in(recipe, terms, FakeTensorMode())
         plan = find(of or terms, arguments_of(args, targets, True)).plan
     return plan.program is not None and not plan.waits
@@ -208,30 +208,30 @@ def in_one_launch(recipe: Recipe, terms: Terms | None) -> bool:
 _SIZES = tuple(2 * n for n in (17, 19, 23, 29, 31, 37, 41, 43))  # all different, and rare as real sizes
 
 
-def _stand_in(recipe: Recipe, terms: Terms | None, mode: Any) -> tuple[Call, Prepared | None, Terms | None]:
-    """A stand-in for the call, on this rank alone, with numbers of rows and segments that equal no other size in it."""
+def _stand_in(recipe: Recipe, terms: Terms | None, mode: Any) -> tuple[RebuiltCall, Prepared | None, Terms | None]:
+    """A stand-in for the call, on this rank alone, whose numbers of rows and segments equal no other size in it."""
     data, split = {**recipe.data, "group": None}, recipe.data["source"][3]
-    here = data["device"] == "cpu" or (data["device"] == "cuda" and torch.cuda.is_available())
-    device = torch.device(data["device"] if here else "cpu")
-    data["backend"] = data["backend"] if here else "torch"
+    available = data["device"] == "cpu" or (data["device"] == "cuda" and torch.cuda.is_available())
+    device = torch.device(data["device"] if available else "cpu")
+    data["backend"] = data["backend"] if available else "torch"
     data["source"] = [*data["source"][:3], None]
     data["teachers"] = [[*x[:-1], None] for x in data["teachers"]]
     data["tensors"] = [x for x in data["tensors"] if x[0] != "numbers"]
-    taken = {n for x in data["tensors"] for n in x[3:]}
-    R, S = [n for n in _SIZES if n not in taken][:2]
+    used = {n for x in data["tensors"] for n in x[3:]}
+    R, S = [n for n in _SIZES if n not in used][:2]
     leading = (R,) if data["ndim"] == 1 else (2, R // 2, *(1 for _ in range(data["ndim"] - 2)))
     lead = {"row": leading, "flat": (R,), "segment": (S,), "whole": (), "number": ()}
-    given = []
-    for name, dtype, kind, *rest in data["tensors"]:
+    tensors = []
+    for name, dtype, kind, *inner in data["tensors"]:
         if split is not None and name in ("source.weight", "source.bias", "source.logits"):
-            rest[0] = split[2]
+            inner[0] = split[2]
         one = name.endswith(("temperature", "num_items", "num_segments")) or name.startswith("weights")
         with mode if kind != "number" else contextlib.nullcontext():
-            x = torch.full((*lead[kind], *rest), int(one), dtype=getattr(torch, dtype[len("torch.") :]), device=device)
-        given.append(x if kind != "number" else torch.full((), _ODD, dtype=torch.float64, device="cpu"))
-    args = Call(
+            x = torch.full((*lead[kind], *inner), int(one), dtype=getattr(torch, dtype[len("torch.") :]), device=device)
+        tensors.append(x if kind != "number" else torch.full((), _UNUSED, dtype=torch.float64, device="cpu"))
+    args = RebuiltCall(
         Recipe(recipe.text, data, None, tuple(x[0] for x in data["tensors"])),
-        given,
+        tensors,
         [S if name == "segments" else R for name in data["sizes"]],
     )
     targets = None
@@ -239,16 +239,16 @@ def _stand_in(recipe: Recipe, terms: Terms | None, mode: Any) -> tuple[Call, Pre
         zeros = torch.zeros(R, dtype=torch.long, device="cpu")
         numbers = prepare(zeros, None if args.segments is None else Segments(zeros, S)).numbers
         targets = Prepared(args.targets, args.segments, numbers)
-    return args, targets, terms if here or terms is None else terms.on("torch")
+    return args, targets, terms if available or terms is None else terms.on("torch")
 
 
-_ODD = 3**0.5  # stands in for a symbolic temperature, scale or softcap; no term uses it
+_UNUSED = 3**0.5  # stands in for a symbolic temperature, scale or softcap; no term uses this value
 
 
 @contextlib.contextmanager
-def _outside() -> Iterator[None]:
+def _untraced() -> Iterator[None]:
     """Ordinary tensors and autograd, whatever tracing is active around this."""
-    with unwatched(), _disable_current_modes(), torch._C.DisableTorchFunction(), recording(), torch.enable_grad():
+    with without_modes(), _disable_current_modes(), torch._C.DisableTorchFunction(), autograd_on(), torch.enable_grad():
         yield
 
 
@@ -263,8 +263,8 @@ _AUTOCAST = functools.reduce(
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[None]:
-    """Dispatch as outside an operator, with autograd and tracing on: a loss's cotangents may need either."""
+def autograd_on() -> Iterator[None]:
+    """Dispatch as outside an operator, with autograd and tracing on: a loss's cotangents may need both."""
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(include, exclude & _AUTOCAST), torch.inference_mode(False):
         yield

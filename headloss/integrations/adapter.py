@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import headloss as hl
-from headloss.deferred_checks import check_later, defers
+from headloss.deferred_checks import check_later, should_defer
 from headloss.integrations.causal_lm import KEEP_LOGITS, bypassed, check_shape, count_of, logits_transform, targets_of
 from headloss.integrations.log import Log
 from headloss.integrations.loss_function_check import LossCall, by_name, check_loss_call
@@ -328,7 +328,7 @@ def check_transform(got: Tensor, said: str, instead: str = SAY_IT) -> None:
 def _same_transform(got: Tensor, transform: str) -> Tensor:
     if got.device.type != "cuda":
         check_transform(got, transform)
-    elif defers(got.device):
+    elif should_defer(got.device):
         check_later(got, lambda numbers: check_transform(numbers, transform))
     return got.new_zeros(())
 

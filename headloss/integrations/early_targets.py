@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import headloss as hl
-from headloss.writes import Stamp, holds, stamp
+from headloss.writes import Snapshot, snapshot, unchanged
 
 
 def prepared(targets: Tensor, segments: hl.Segments | None = None) -> Tensor | hl.Prepared:
@@ -20,17 +20,17 @@ class EarlyTargets:
 
     def __init__(self) -> None:
         self.given: tuple[Tensor | None, ...] = ()
-        self.written: tuple[Stamp | None, ...] = ()
+        self.snapshots: tuple[Snapshot | None, ...] = ()
         self.ready: Tensor | hl.Prepared | None = None
 
     def start(self, targets: Tensor, *given: Tensor | None) -> None:
         """`given`: the tensors that the targets were made from, by which the loss will recognise them."""
         self.given, self.ready = given, prepared(targets)
-        self.written = tuple([None if x is None else stamp(x) for x in given])
+        self.snapshots = tuple([None if x is None else snapshot(x) for x in given])
 
     def take(self, targets: Tensor, *given: Tensor | None) -> Tensor | hl.Prepared:
         """The prepared targets if they were made from the same tensors, as these still are; else the targets."""
         same = len(given) == len(self.given) and all(a is b for a, b in zip(given, self.given))
-        same = same and all(x is None or was is None or holds(was, x) for was, x in zip(self.written, given))
+        same = same and all(x is None or old is None or unchanged(old, x) for old, x in zip(self.snapshots, given))
         ready, self.ready, self.given = self.ready, None, ()
         return ready if same and ready is not None else targets

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import headloss as hl
-from headloss.deferred_checks import refuse
+from headloss.deferred_checks import check_zero
 from headloss.integrations.fast_llm_terms import blocks_of, options_at, temperature_of, term_of
 
 METRICS = (
@@ -301,7 +301,7 @@ def _check_whole(segments: hl.Segments, targets: Tensor, counts: Tensor) -> None
         "use schedule.micro_batch_splits = 1 and one prediction head"
     )
     wrong = ((here != counts.reshape(-1)) & counted).sum()
-    refuse("label_counts: a document has labels outside this call", (wrong, message))
+    check_zero("label_counts: a document has labels outside this call", (wrong, message))
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.integrations.causal_lm import check_shape
-from headloss.record import but
+from headloss.record import with_fields
 
 COUNTED = threading.Lock()
 
@@ -43,7 +43,7 @@ class Log:
 
     def add(self, out: hl.Output, training: bool) -> None:
         facts = torch.utils._pytree.tree_map(torch.Tensor.detach, out.facts)
-        self.last = but(out, loss=out.loss.detach(), facts=facts)
+        self.last = with_fields(out, loss=out.loss.detach(), facts=facts)
         self.meter(out.metrics, training)
 
     def meter(self, metrics: Mapping[str, hl.Metric], training: bool) -> None:

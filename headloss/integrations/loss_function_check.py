@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headloss.deferred_checks import check_later, defers
+from headloss.deferred_checks import check_later, should_defer
 from headloss.integrations.causal_lm import KEEP_LOGITS
 
 NAMES = ("labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")  # after the logits
@@ -79,7 +79,7 @@ def _same_numbers(got: Tensor, own: Tensor, name: str) -> Tensor:
     apart = (got != own.to(got.device)).any()
     if apart.device.type != "cuda":
         _check_apart(apart, name)
-    elif defers(apart.device):
+    elif should_defer(apart.device):
         check_later(apart, lambda flag: _check_apart(flag, name))
     return torch.zeros((), dtype=torch.float32, device=got.device)
 

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import headloss as hl
-from headloss.deferred_checks import refuse
+from headloss.deferred_checks import check_zero
 from headloss.integrations.early_targets import EarlyTargets
 from headloss.integrations.reduction_checks import check_means
 from headloss.module import check_objective, check_source_options, own_forward, own_hook
-from headloss.record import but
+from headloss.record import with_fields
 
 
 class OutputProcessor:
@@ -105,7 +105,7 @@ class OutputProcessor:
             group, vocab=self.vocab, partial_hidden=gathered, **{"scale": scale, **self.options},
         )  # fmt: skip
         out = self.objective(source, ready, **call)
-        self.last = but(out, loss=out.loss.detach(), facts=hl.Facts({}))
+        self.last = with_fields(out, loss=out.loss.detach(), facts=hl.Facts({}))
         counts = (targets != -100).to(out.loss.dtype)
         loss, sharing = out.loss, getattr(call.get("segments"), "group", None)
         if sharing is not None:
@@ -135,7 +135,7 @@ def _check_mask(loss_mask: Tensor | None) -> None:
         "loss_mask: {} tokens have a weight other than 0 or 1; pass weights as an input of the objective "
         "(row_weight=...) in output_processor_context"
     )
-    refuse("loss_mask: a weight is neither 0 nor 1", (((loss_mask != 0) & (loss_mask != 1)).sum(), message))
+    check_zero("loss_mask: a weight is neither 0 nor 1", (((loss_mask != 0) & (loss_mask != 1)).sum(), message))
 
 
 def _check_product(layer: Any) -> None:

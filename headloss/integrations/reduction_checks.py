@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import headloss as hl
-from headloss.deferred_checks import check_later, defers
+from headloss.deferred_checks import check_later, should_defer
 
 WEIGHTED = (
     "weighted_mean: term {name!r} divides by the weights of its own micro-batch, {why}; use reduction='token_mean', or "
@@ -77,7 +77,7 @@ def refuse_part(targets: Tensor, num_items: Any, message: str) -> None:
         if more != 0:
             raise ValueError(message.replace("{more}", str(int(more))))
 
-    if not torch.compiler.is_compiling() and defers(targets.device):
+    if not torch.compiler.is_compiling() and should_defer(targets.device):
         check_later(more, check)
     else:
         check(more)

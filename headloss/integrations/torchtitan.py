@@ -28,11 +28,11 @@ from torchtitan.components.loss import (  # type: ignore[import-not-found,unused
 )
 
 import headloss as hl
-from headloss.deferred_checks import refuse
+from headloss.deferred_checks import check_zero
 from headloss.integrations.early_targets import EarlyTargets
 from headloss.integrations.reduction_checks import check_means
 from headloss.module import own_forward, own_hook
-from headloss.record import but
+from headloss.record import with_fields
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class HeadlossLoss(ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
             return self.objective(self._source(head, hidden, transform), targets, num_items=num_items, **inputs)
 
         out = _inside(head, evaluate, pred) if _is_fsdp(head) else evaluate(pred)
-        self.last = but(out, loss=out.loss.detach(), facts=hl.Facts({}))
+        self.last = with_fields(out, loss=out.loss.detach(), facts=hl.Facts({}))
         found = summable(out, global_valid_tokens, inputs.get("num_segments"))
         if rl:  # its trainer adds up all metrics but /max
             least = [name for name in found if name.endswith("/min")]
@@ -218,7 +218,7 @@ def _documents(positions: Tensor) -> hl.Segments:
         "positions: {} lines begin inside a document, the rest of which other ranks have (context parallelism), and a "
         "term is over whole ones; pass segments=hl.Segments.from_ids(ids, num_segments, group) of all ranks"
     )
-    refuse("positions: a line begins inside a document", ((positions[..., :1] != 0).sum(), message))
+    check_zero("positions: a line begins inside a document", ((positions[..., :1] != 0).sum(), message))
     return hl.Segments.from_position_ids(positions)
 
 

@@ -47,8 +47,8 @@ from headloss.integrations.trl_kernels import (
 )
 from headloss.integrations.trl_policy import check_policy, policy_call, policy_objective
 from headloss.losses import LOSSES
-from headloss.metrics import own_metrics, read_metrics
-from headloss.record import but
+from headloss.metrics import copied_metrics, read_metrics
+from headloss.record import with_fields
 
 __all__ = [
     "VERSIONS",
@@ -67,7 +67,7 @@ class _OnHeadloss:
 
     def __init__(self, *args: Any, metrics: Metrics = (), memory: str | int = "1GiB", **kwargs: Any) -> None:
         check_version()
-        self._headloss: dict[str, Any] = {"metrics": own_metrics(metrics), "memory": memory}
+        self._headloss: dict[str, Any] = {"metrics": copied_metrics(metrics), "memory": memory}
         with replaced({NATIVE["add_fused_lm_head"]: functools.partial(add_fused_lm_head, **self._headloss)}):
             super().__init__(*args, **kwargs)
         HeadlossCallback().add_to(self)
@@ -247,7 +247,7 @@ class DistillationTrainer(_OnHeadloss, distillation_trainer.DistillationTrainer)
             transform = {**transform_of(teacher_model, True, INSTEAD), "temperature": self.temperature}
             teacher = source_of(whole, seen.to(hidden.device), {**transform, "memory": self._headloss["memory"]})  # type: ignore[arg-type]
             out = self.objective(source_of(head, hidden, adapter.options), targets, teacher=teacher, **call)
-            adapter.log.add(but(out, metrics=shown(out.metrics)), self.model.training)
+            adapter.log.add(with_fields(out, metrics=shown(out.metrics)), self.model.training)
             return out, [out.loss]
 
         with adapter.expecting(Expected(ready, evaluate)) as made:

@@ -24,8 +24,8 @@ import headloss as hl
 from headloss.integrations.adapter import HERE, Adapter, Expected, Head
 from headloss.integrations.causal_lm import check_head, check_model, transform_of, unwrapped
 from headloss.integrations.early_targets import prepared
-from headloss.metrics import own_metrics, read_metrics
-from headloss.record import but
+from headloss.metrics import copied_metrics, read_metrics
+from headloss.record import with_fields
 
 VERSIONS = ("1.16",)
 FACTS: Mapping[str, tuple[str, ...]] = {  # what TRL calls the outputs of a fused head, and the facts behind them
@@ -96,7 +96,7 @@ class FusedHead(Adapter):
         for name in outputs:
             if name not in FACTS:
                 raise ValueError(f"outputs: {name!r} is not known; there are {', '.join(FACTS)}")
-        self.metrics = list(read_metrics(own_metrics(metrics)))
+        self.metrics = list(read_metrics(copied_metrics(metrics)))
         for name, call in self.metrics:
             if call.input_names or call.signature.wants("segments"):
                 raise ValueError(f"metrics: {name!r} asks for more than facts and targets, which only an objective has")
@@ -116,7 +116,7 @@ class FusedHead(Adapter):
             if self.wanted is not None:
                 objective, call, _ = self.wanted
                 out = objective(source, targets, **call)
-                self.log.add(but(out, metrics=shown(out.metrics)), head.training)
+                self.log.add(with_fields(out, metrics=shown(out.metrics)), head.training)
                 return {name: out.facts[name].detach() for name in self.want}, [out.loss]
             facts = hl.row_facts(source, targets, want=self.want)
         self._measure(facts, targets.targets if isinstance(targets, hl.Prepared) else targets, head.training)

@@ -1,8 +1,8 @@
-"""Losses: plain functions of facts.  One small file each; this folder discovers itself.
+"""Losses: plain functions of facts, one small file each; this module finds the files of its folder.
 
 A file here that defines `def my_loss(logprob, ...)` makes `headloss.losses.my_loss` and a name for configs.  Files that
-begin with an underscore hold pieces that several losses share.  A loss whose inputs or values are not all per row says
-so: `kto.per_segment`, `kto.returns` (see `headloss.engine.layout`).
+begin with an underscore hold code that several losses share.  A loss whose inputs or values are not all per row
+declares it: `kto.per_segment`, `kto.returns` (see `headloss.engine.layout`).
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def gspo_token(logprob: Tensor, advantage: Tensor, segments: Segments, old_logpr
 
 def jsd(logp: Tensor, logq: Tensor, *, beta: float = 0.5) -> Tensor:
     """beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p, for 0 < beta < 1: generalised Jensen-Shannon
-    (Agarwal et al. 2024).  Its ends are 0, not the two KLs, so they are refused."""
+    (Agarwal et al. 2024).  At beta = 0 and 1 this is 0, neither of the two KLs, so both raise ValueError."""
 
 def kimi(logprob: Tensor, advantage: Tensor, old_logprob: Tensor | None = None, *, beta: float = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
     """-A logprob + beta / 2 d^2, d = logprob - old: a squared step in place of a clip (Kimi k1.5, 2025; DRO, Richemond
@@ -261,7 +261,7 @@ def simpo(logprob: Tensor, segments: Segments, pairs: Tensor, *, beta: float = 2
     """-(1 - e) log sigmoid(m) - e log sigmoid(-m), m = beta (chosen - rejected) - gamma on the segments' means x of
     logprob, e = label_smoothing: no reference, a margin gamma instead (Meng et al. 2024).
 
-    alpha   not 0: on (1 - e^(-alpha x)) / alpha in place of x (AlphaPO, Gupta et al. 2025)
+    alpha   not 0: (1 - e^(-alpha x)) / alpha in place of x (AlphaPO, Gupta et al. 2025)
 
     `pairs` (P, 2) holds the chosen and the rejected segment's number.
 
@@ -303,7 +303,7 @@ def value_loss(value: Tensor, returns: Tensor, old_value: Tensor | None = None, 
     `value` is an input that requires grad, one number per row.  A value head of one column needs no input: its logit is
     the fact lse, so `hl.Term(value_loss, facts={"value": ("lse", 1.0)})` on `hl.Linear(hidden, value_head.weight)`.
 
-    huber   beyond this distance from R the error counts by its size, not its square: huber (|v - R| - huber / 2)
+    huber   beyond this distance from R the error counts linearly, not squared: huber (|v - R| - huber / 2)
 
     In trainers: verl compute_value_loss, OpenRLHF ValueLoss, AReaL ppo_critic_loss_fn, whose
     "huber" is huber=10; slime's has no 1/2."""

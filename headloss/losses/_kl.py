@@ -11,8 +11,8 @@ def kl_estimate(logprob, ref_logprob, estimator, ratio, bound):
     elif kind in ("k2", "mse"):
         kl = x * x / 2
     elif kind in ("k3", "low_var"):
-        held = x.clamp(max=20.0)  # e^x must not overflow; on the other side k3 is a line, and needs no bound
-        kl = held.expm1() - held
+        x_max = x.clamp(max=20.0)  # e^x must not overflow; on the other side k3 is a line, and needs no bound
+        kl = x_max.expm1() - x_max
     elif kind == "abs":
         kl = x.abs()
     else:

@@ -1,4 +1,4 @@
-"""Pieces that the policy losses share: the ratio to the old policy, its clipping, and what trainers log.
+"""What the policy losses share: the ratio to the old policy, its clipping, and what trainers log.
 
 Symbols:  d = logprob - old_logprob   r = exp(d)   A = advantage   sg = no gradient
 """
@@ -9,21 +9,21 @@ import torch
 
 from headloss.losses._ranges import above, bounds, not_negative, positive, share
 
-FLOOR = math.log(1e-8)  # of the log of a ratio that is as good as 0
+FLOOR = math.log(1e-8)  # least log of a ratio, which then counts as 0
 
 
 def log_ratio(logprob, old_logprob=None):
-    """d.  Without `old_logprob` the policy is its own old one: d is 0, and its gradient is that of logprob."""
+    """d.  Without `old_logprob` the old policy is this one: d is 0, and its gradient is that of logprob."""
     return logprob - (logprob.detach() if old_logprob is None else old_logprob)
 
 
 def bounded_exp(d):
-    """exp(d), with d held within +-20 so that nothing overflows; beyond that there is no gradient."""
+    """exp(d), with d clamped to +-20 so that nothing overflows; outside there is no gradient."""
     return d.clamp(-20.0, 20.0).exp()
 
 
 def sampler_log_ratio(logprob, old_logprob, sampler_logprob, low, high, mask):
-    """log exp(old - sampler), held to [low, high] or, with `mask`, 1e-8 outside; 0 where the sampler gave no score."""
+    """log exp(old - sampler), clamped to [low, high] or, with `mask`, 1e-8 outside; 0 if the sampler gave no score."""
     if sampler_logprob is None:
         raise ValueError(f"sampler_high: {high} bounds the sampler's ratio; pass sampler_logprob")
     bounds(sampler_low=low, sampler_high=high)
@@ -37,12 +37,12 @@ def sampler_log_ratio(logprob, old_logprob, sampler_logprob, low, high, mask):
 def clipped(ratio, advantage, low, high):
     """-min(r A, clip(r, 1 - low, 1 + high) A), the pessimistic of the two."""
     not_negative(low=low, high=high)
-    plain, held = ratio * advantage, ratio.detach().clamp(1 - low, 1 + high) * advantage
-    return -torch.where(held < plain, held, plain)  # versions of torch differ in the gradient of a clamp at its bounds
+    plain, capped = ratio * advantage, ratio.detach().clamp(1 - low, 1 + high) * advantage
+    return -torch.where(capped < plain, capped, plain)  # torch versions differ in the gradient of a clamp at its bounds
 
 
 def bounded_loss(ratio, advantage, low, high, dual=None, delta=None):
-    """The clipped loss with both further bounds, and what trainers log of them: see `grpo`."""
+    """The clipped loss with both further bounds, and what trainers log about them: see `grpo`."""
     above(1, dual=dual, delta=delta)
     loss = clipped(ratio if delta is None else ratio.clamp(max=delta), advantage, low, high)
     if dual is None:
@@ -64,7 +64,7 @@ def covariance(logprob, advantage):
 
 
 def first(order, fraction):
-    """Where `order` is among the smallest: the given fraction of the rows, at least one."""
+    """Where `order` is among the smallest: this fraction of the rows, at least one row."""
     share(fraction=fraction)
     count = (fraction * torch.ones_like(order, dtype=torch.float64).sum()).floor().clamp(min=1)
     return order.argsort().argsort() < count
@@ -76,12 +76,12 @@ def outside(x, advantage, low, high):
 
 
 def in_rows(x, logprob):
-    """One value per row, where one for all may have been given."""
+    """One value per row, from one per row or one for all."""
     return x if x.ndim else x + torch.zeros_like(logprob)
 
 
 def policy_metrics(logprob, advantage, old_logprob, ratio, under=None, over=None):
-    """What trainers log.  `ratio` is the loss's own; `under` and `over` mark where clipping stops the gradient.
+    """What trainers log.  `ratio` is that of the loss; `under` and `over` mark where clipping stops the gradient.
 
     kl is the k3 estimate of KL(old || new) from tokens that the old policy drew, kl_k1 the plain one.
     """

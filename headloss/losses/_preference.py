@@ -1,4 +1,4 @@
-"""Pieces that the preference losses share.
+"""What the preference losses share.
 
 Dimension key:  S segments   P pairs
 Symbols:        c, r a score of the chosen and of the rejected segment   m = c - r   e = label_smoothing
@@ -16,11 +16,11 @@ from headloss.losses._ranges import positive, share
 SMOOTHED = ("sigmoid", "robust", "exo", "aot", "aot_unpaired")
 OF_THE_MARGIN = ("sigmoid", "hinge", "ipo", "robust", "exo", "discopop")
 OF_BOTH = ("nca", "bco", "sppo", "apo_zero", "apo_down", "aot", "aot_unpaired")
-MOST = 80.0  # of an exponent: its exp is finite in float32
+MOST = 80.0  # largest exponent: its exp is finite in float32
 
 
 def chosen_rejected(y, pairs):
-    """(S,) to two (P,).  index_select, because indexing would take -1 for the last segment."""
+    """(S,) to two (P,).  By index_select, because indexing would take -1 for the last segment."""
     return y.index_select(0, pairs[:, 0]), y.index_select(0, pairs[:, 1])
 
 
@@ -31,7 +31,7 @@ def smoothed(margin, e):
 
 
 def linked(link, chosen, rejected, beta, e=0.0, tau=0.05):
-    """One value per pair from its two scores; the formulas stand at `dpo`."""
+    """One value per pair from its two scores; for the formulas see `dpo`."""
     positive(beta=beta, tau=tau)
     if e and link not in SMOOTHED:
         raise ValueError(f"label_smoothing: link {link!r} has none, got {e}; it goes with {', '.join(SMOOTHED)}")
@@ -70,7 +70,7 @@ def linked(link, chosen, rejected, beta, e=0.0, tau=0.05):
 
 
 def counted(logprob, segments, length_weight, average):
-    """A function that sums (N,) to (S,) with the tokens' weights, and what the sums are divided by: (S,), or 1."""
+    """A function that sums (N,) to (S,) with the tokens' weights, and the divisor of the sums: (S,), or 1."""
     totals = lambda x: segments.totals(x if length_weight is None else x * length_weight)
     return totals, segments.totals(torch.ones_like(logprob)).clamp(min=1) if average else 1
 

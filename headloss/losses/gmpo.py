@@ -17,7 +17,7 @@ def gmpo(logprob, advantage, segments, old_logprob=None, *, low=0.4, high=0.4, s
     d = log_ratio(logprob, old_logprob)
     sign = advantage.sign()
     floor, ceiling = -(high if signed else low), high
-    held = sign * torch.minimum(sign * d, sign * d.clamp(floor, ceiling))
-    ratio = bounded_exp(segments.mean(held))
+    clipped_d = sign * torch.minimum(sign * d, sign * d.clamp(floor, ceiling))
+    ratio = bounded_exp(segments.mean(clipped_d))
     under, over = outside(d, advantage, floor, ceiling)
     return -advantage * ratio, policy_metrics(logprob, advantage, old_logprob, ratio, under, over)

@@ -15,6 +15,6 @@ def kl_cov(logprob, advantage, old_logprob=None, *, fraction=2e-4, beta=1.0):
     not_negative(beta=beta)
     d = log_ratio(logprob, old_logprob)
     ratio = bounded_exp(d)
-    held = first(-covariance(logprob, advantage), fraction)
-    loss = -ratio * advantage + torch.where(held, beta * d.abs(), 0.0)
-    return loss, policy_metrics(logprob, advantage, old_logprob, ratio) | {"covariance_fraction": held}
+    penalised = first(-covariance(logprob, advantage), fraction)
+    loss = -ratio * advantage + torch.where(penalised, beta * d.abs(), 0.0)
+    return loss, policy_metrics(logprob, advantage, old_logprob, ratio) | {"covariance_fraction": penalised}

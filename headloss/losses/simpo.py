@@ -6,7 +6,7 @@ def simpo(logprob, segments, pairs, *, beta=2.0, gamma=0.5, label_smoothing=0.0,
     """-(1 - e) log sigmoid(m) - e log sigmoid(-m), m = beta (chosen - rejected) - gamma on the segments' means x of
     logprob, e = label_smoothing: no reference, a margin gamma instead (Meng et al. 2024).
 
-    alpha   not 0: on (1 - e^(-alpha x)) / alpha in place of x (AlphaPO, Gupta et al. 2025)
+    alpha   not 0: (1 - e^(-alpha x)) / alpha in place of x (AlphaPO, Gupta et al. 2025)
 
     `pairs` (P, 2) holds the chosen and the rejected segment's number.
 

@@ -10,7 +10,7 @@ def value_loss(value, returns, old_value=None, *, clip=None, huber=None):
     `value` is an input that requires grad, one number per row.  A value head of one column needs no input: its logit is
     the fact lse, so `hl.Term(value_loss, facts={"value": ("lse", 1.0)})` on `hl.Linear(hidden, value_head.weight)`.
 
-    huber   beyond this distance from R the error counts by its size, not its square: huber (|v - R| - huber / 2)
+    huber   beyond this distance from R the error counts linearly, not squared: huber (|v - R| - huber / 2)
 
     In trainers: verl compute_value_loss, OpenRLHF ValueLoss, AReaL ppo_critic_loss_fn, whose
     "huber" is huber=10; slime's has no 1/2.

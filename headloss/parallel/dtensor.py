@@ -1,4 +1,4 @@
-"""DTensors: a head with sharded tensors becomes plain local tensors and a `VocabShard`, or an error that says why not.
+"""DTensors: a head with sharded tensors becomes plain local tensors and a `VocabShard`, or an error says why not.
 
 A weight sharded over its rows may be a vocabulary shard (tensor parallelism) or a piece of an FSDP parameter.  They
 look the same, and taking one for the other silently gives a wrong loss.  So a sharded weight counts as a vocabulary
@@ -25,13 +25,13 @@ def localize(source: Source) -> Source:
 
 def _localize_logits(source: Any) -> Source:
     logits = source.logits
-    real = _placements(logits)
-    if real == [Shard(logits.ndim - 1)] and logits.device_mesh.ndim == 1:
+    split = _splits(logits)
+    if split == [Shard(logits.ndim - 1)] and logits.device_mesh.ndim == 1:
         if source.shard is not None:
             _check_same_ranks("logits", logits, source.shard)
         shard = source.shard or shard_of(logits.device_mesh, logits.shape[-1], source.vocab)
         return dataclasses.replace(source, logits=logits.to_local(), shard=shard)
-    if real or source.shard is not None:
+    if split or source.shard is not None:
         raise ValueError(
             f"logits: a DTensor placed {tuple(logits.placements)} is not a vocabulary shard; redistribute it to "
             f"Shard(-1) or Replicate() on one mesh dimension, or pass its local tensor if other ranks hold other rows"
@@ -43,10 +43,10 @@ def _localize_linear(source: Linear) -> Source:
     hidden, weight = source.hidden, source.weight
     if source.shard is not None:
         if isinstance(hidden, DTensor):
-            if _placements(hidden):
+            if _splits(hidden):
                 raise ValueError(_NOT_REPLICATED.format(tuple(hidden.placements)))
-            kept = Partial() if source.shard.partial_hidden else Replicate()
-            hidden = hidden.to_local(grad_placements=[kept] * hidden.device_mesh.ndim)
+            of_grad = Partial() if source.shard.partial_hidden else Replicate()
+            hidden = hidden.to_local(grad_placements=[of_grad] * hidden.device_mesh.ndim)
         plain: dict[str, Any] = {"hidden": hidden}
         for name, x in (("weight", weight), ("bias", source.bias)):
             if isinstance(x, DTensor):
@@ -63,7 +63,7 @@ def _localize_linear(source: Linear) -> Source:
         )
     if not isinstance(weight, DTensor) or weight.device_mesh != hidden.device_mesh:
         raise ValueError("hidden: is a DTensor, but weight is not one on the same mesh; pass hidden.to_local()")
-    if _placements(hidden):
+    if _splits(hidden):
         raise ValueError(_NOT_REPLICATED.format(tuple(hidden.placements)))
     bias = source.bias.to_local() if isinstance(source.bias, DTensor) else source.bias
     local: dict[str, Any] = {
@@ -86,8 +86,8 @@ _NOT_REPLICATED = (
 )
 
 
-def _placements(x: DTensor) -> list[Placement]:
-    """The placements that split: over more than one rank, not replicated.  Negative Shard dims are made positive."""
+def _splits(x: DTensor) -> list[Placement]:
+    """The placements that split a tensor over several ranks, with negative Shard dims made positive."""
     found = []
     for placement, size in zip(x.placements, x.device_mesh.shape, strict=True):
         if size > 1 and not placement.is_replicate():
@@ -100,7 +100,7 @@ def _check_same_ranks(name: str, x: DTensor, shard: VocabShard) -> None:
     """A DTensor passed with an explicit shard must be split over that shard's ranks; otherwise it is something else."""
     ranks = dist.get_process_group_ranks(shard.group)
     dim = x.ndim - 1 if name == "logits" else 0
-    if _placements(x) not in ([], [Shard(dim)]) or x.device_mesh.mesh.flatten().tolist() != ranks:
+    if _splits(x) not in ([], [Shard(dim)]) or x.device_mesh.mesh.flatten().tolist() != ranks:
         raise ValueError(
             f"{name}: a DTensor placed {tuple(x.placements)} on ranks {x.device_mesh.mesh.tolist()}, but shard= says "
             f"that ranks {ranks} share the vocabulary. If it is FSDP's, use hl.FusedLMHead; if its local tensor is "
@@ -109,18 +109,18 @@ def _check_same_ranks(name: str, x: DTensor, shard: VocabShard) -> None:
 
 
 def _one_placement(x: DTensor) -> Placement:
-    real = _placements(x)
-    if len(real) > 1 or (real and x.device_mesh.ndim > 1):
+    split = _splits(x)
+    if len(split) > 1 or (split and x.device_mesh.ndim > 1):
         raise ValueError(
             f"weight: a DTensor placed {tuple(x.placements)} on a {x.device_mesh.ndim}-D mesh; outside its module's "
             f"forward an FSDP parameter is a piece. Use hl.FusedLMHead, whose own forward sees it whole"
         )
-    return real[0] if real else (x.placements[0] if x.device_mesh.ndim == 1 else Replicate())
+    return split[0] if split else (x.placements[0] if x.device_mesh.ndim == 1 else Replicate())
 
 
 def shard_of(mesh: Any, held: int, vocab: int | None = None, dim: int = 0) -> VocabShard:
-    """This rank's shard when DTensor's Shard(0) splits `held` columns over a mesh dimension.  Columns from `vocab` on
-    are padding."""
+    """This rank's shard if DTensor's Shard(0) splits `held` columns over a mesh dimension.  Columns from `vocab` on are
+    padding."""
     width, vocab = -(-held // mesh.size(dim)), held if vocab is None else vocab
     return VocabShard(mesh.get_group(dim), min(mesh.get_local_rank(dim) * width, vocab), vocab, min(width, vocab))
 
@@ -135,23 +135,23 @@ def spread_source(hidden: Any, weight: Any, bias: Any, **options: Any) -> Linear
     pairs = list(zip(hidden.placements, weight.placements, strict=False))
     cuts_rows = [isinstance(h, Shard) and h.dim % hidden.ndim < rows and w.is_replicate() for h, w in pairs]
     cuts_columns = [h.is_replicate() and isinstance(w, Shard) and w.dim == 0 for h, w in pairs]
-    whole = [h.is_replicate() and w.is_replicate() for h, w in pairs]
-    known = all(map(any, zip(cuts_rows, cuts_columns, whole, strict=True)))
+    cuts_nothing = [h.is_replicate() and w.is_replicate() for h, w in pairs]
+    known = all(map(any, zip(cuts_rows, cuts_columns, cuts_nothing, strict=True)))
     if hidden.device_mesh != mesh or not known or sum(cuts_columns) > 1:
         raise ValueError(
             f"hidden: a DTensor placed {tuple(hidden.placements)} on {hidden.device_mesh}, with a weight placed "
             f"{tuple(weight.placements)} on {mesh}; wanted one mesh, over each dimension of which rows are cut, or "
             f"the vocabulary (one dimension), or nothing"
         )
-    shard, own, pulled = None, list(hidden.placements), list(weight.placements)
+    shard, of_hidden, of_weight = None, list(hidden.placements), list(weight.placements)  # placements of gradients
     for dim in range(mesh.ndim):
         if cuts_columns[dim]:
             shard = dataclasses.replace(shard_of(mesh, weight.shape[0], options.get("vocab"), dim), partial_hidden=True)
-            own[dim] = Partial()  # vocabulary split: each rank has part of the gradient of hidden
+            of_hidden[dim] = Partial()  # vocabulary split: each rank has part of the gradient of hidden
         elif cuts_rows[dim]:
-            pulled[dim] = Partial()  # rows split: each rank has part of the gradient of the weight
-    local = lambda x: x.to_local(grad_placements=pulled) if isinstance(x, DTensor) else x
-    return Linear(hidden.to_local(grad_placements=own), local(weight), local(bias), shard=shard, **options)
+            of_weight[dim] = Partial()  # rows split: each rank has part of the gradient of the weight
+    local = lambda x: x.to_local(grad_placements=of_weight) if isinstance(x, DTensor) else x
+    return Linear(hidden.to_local(grad_placements=of_hidden), local(weight), local(bias), shard=shard, **options)
 
 
 def sharded_source(hidden: Any, module: Any, leading: tuple[int, ...] | None, **options: Any) -> Linear:
@@ -175,7 +175,7 @@ def sharded_source(hidden: Any, module: Any, leading: tuple[int, ...] | None, **
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, mesh, [layout], run_check=False)
         whole = hidden.redistribute(mesh, [Replicate()])
-        # We leave the gradient partial: redistribute's own backward reduces or reduce-scatters it.
+        # The gradient stays partial: redistribute's backward reduces or reduce-scatters it.
         hidden = whole.to_local(grad_placements=[Partial()])
         shard = dataclasses.replace(shard, partial_hidden=True)
     bias = None if module.bias is None else module.bias.to_local()

@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 def process_group(group: Any) -> Any:
-    """The process group that was given, or that of a one-dimensional DeviceMesh; None stays None."""
-    if group is None or isinstance(group, dist.ProcessGroup):  # first: while compiling, a group answers nothing else
+    """A process group, or that of a one-dimensional DeviceMesh; None stays None."""
+    if group is None or isinstance(group, dist.ProcessGroup):  # first: while compiling, a group can do nothing else
         return group
     if not hasattr(group, "get_group"):  # of a DeviceMesh, without importing it
         raise TypeError(f"group: wanted a ProcessGroup or a 1-D DeviceMesh, got {type(group).__name__}")
@@ -47,7 +47,7 @@ class VocabShard:
 
     group           the process group (or one-dimensional DeviceMesh) that shares the vocabulary
     start           the first column this rank holds
-    vocab           the size of the whole vocabulary; columns from there on are padding and do not count
+    vocab           the size of the whole vocabulary; columns from there on are padding
     width           for uneven shards: the most columns any rank holds, the same number on every rank.  It decides how
                     many rows a chunk has.  By default vocab / ranks, rounded up
     partial_hidden  leave the gradient of hidden unreduced, for a caller who reduce-scatters it over the group
@@ -98,7 +98,7 @@ class Gathering:
     """An asynchronous all-gather of a partial, or of numbers already packed as (k, N); `merged` waits for the result.
 
     A `note` travels along, see `note_of`.  Until a note has been checked, the buffer is padded to all `rows`, ignored
-    ones included: ranks that disagree on which rows count can only find out in a collective of equal length.
+    rows included: ranks that disagree on which rows count can only find out in a collective of equal length.
     """
 
     def __init__(self, partial: Partial | Tensor, shard: VocabShard, note: Tensor | None = None, rows: int = 0) -> None:
@@ -112,35 +112,35 @@ class Gathering:
         self.all_W = packed.new_empty(shard.size, len(packed))
         self.work = None
         if packed_kN.numel() or rows:
-            with together("gathering the partials of a sharded vocabulary"):
+            with collective("gathering the partials of a sharded vocabulary"):
                 self.work = all_gather(self.all_W, packed, shard.group)
 
     def merged(self, temperatures: Sequence[Temperature], paired: Sequence[Pairs] = ()) -> Partial:
         return merge(_refill(self.like, iter(self.gathered().unbind(1))), temperatures, paired)
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Wait for the other ranks and check their notes, before another collective that they might never begin."""
         work, note, self.work, self.note = self.work, self.note, None, None
         if work is not None:  # without rows there is nothing to gather, on any rank of the group
-            with together("gathering the partials of a sharded vocabulary"):
+            with collective("gathering the partials of a sharded vocabulary"):
                 work.wait()
             if note is not None:
                 check_notes(self.all_W[:, -len(note) :], self.shard.vocab)
 
     def gathered(self) -> Tensor:
         """(W, k, N): the numbers of all ranks."""
-        self.arrive()
+        self.wait()
         return self.all_W[:, : self.shape.numel()].unflatten(1, self.shape)
 
 
 def gather_each(
     parts: Iterable[tuple[T, Partial | Tensor]], shard: VocabShard, first: Callable[[int], tuple[Tensor | None, int]]
 ) -> Iterator[tuple[T, Gathering]]:
-    """Each part with its partial on the way; the next is made meanwhile.  `first`: the note and rows of each."""
+    """Each part with its partial on the way; the next is made meanwhile.  `first`: the note and rows of a part."""
     travelling: list[tuple[T, Gathering]] = []
     for i, (part, partial) in enumerate(parts):
         if i == 1:
-            travelling[0][1].arrive()
+            travelling[0][1].wait()
         travelling.append((part, Gathering(partial, shard, *first(i))))
         if len(travelling) == 2:
             yield travelling.pop(0)
@@ -167,23 +167,23 @@ _PRIMES = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # 
 def note_of(
     shard: VocabShard,
     columns: int,
-    same: Mapping[str, Sequence[Tensor]],
-    said: Sequence[str],
+    tensors: Mapping[str, Sequence[Tensor]],
+    texts: Sequence[str],
     near: Sequence[float | Tensor] = (0.0,) * len(NEAR),
 ) -> Tensor:
-    """What other ranks check about this one: its first column, its number of columns, digests of what must be equal
-    (the tensors in `same` and the texts in `said`), and the numbers in `near`, equal up to each rank's own rounding.
+    """What other ranks check about this one: its first column, its number of columns, digests of `tensors` and `texts`,
+    which must be equal, and the numbers in `near`, which must be equal up to each rank's own rounding.
 
     A digest is a sum of hashes, see `hashed`.  One pass over the values makes all digests on the device, and nothing is
     read back to the host.
     """
-    device = next(x.device for xs in same.values() for x in (*xs, None) if x is not None)
-    parts = {name: [x.reshape(-1).long() for x in xs] for name, xs in same.items()}
+    device = next(x.device for xs in tensors.values() for x in (*xs, None) if x is not None)
+    parts = {name: [x.reshape(-1).long() for x in xs] for name, xs in tensors.items()}
     values = torch.cat([x for xs in parts.values() for x in xs])
     sums = [x.sum() for x in hashed(values).split([sum(map(len, xs)) for xs in parts.values()])]
-    texts = [zlib.crc32(text.encode()) for text in said]
-    start, held, *known = (torch.full_like(sums[0], x) for x in (shard.start, columns, *texts))
-    numbers = torch.stack([start, held, *sums, *known])
+    crcs = [zlib.crc32(text.encode()) for text in texts]
+    start, held, *text_sums = (torch.full_like(sums[0], x) for x in (shard.start, columns, *crcs))
+    numbers = torch.stack([start, held, *sums, *text_sums])
     numbers = (numbers[:, None] >> torch.arange(0, 3 * _BITS, _BITS, device=device)) & ((1 << _BITS) - 1)
     wide: dict[str, Any] = {"dtype": torch.float64, "device": device}
     floats = [x.to(**wide).reshape(1) if isinstance(x, Tensor) else torch.full((1,), x, **wide) for x in near]
@@ -198,8 +198,7 @@ def hashed(values: Tensor) -> Tensor:
 
 
 def check_notes(notes_Wm: Tensor, vocab: int) -> None:
-    """Check that every column is on one rank and that all ranks have the same rows; otherwise the loss is silently
-    wrong."""
+    """Check that every column is on one rank and that all ranks have the same rows; else the loss is silently wrong."""
     shifts = torch.arange(0, 3 * _BITS, _BITS, device=notes_Wm.device)
     whole_Wm, near_Wm = notes_Wm[:, : -len(NEAR)], notes_Wm[:, -len(NEAR) :]
     start_W, columns_W, *digests = (whole_Wm.unflatten(1, (-1, 3)).long() << shifts).sum(-1).unbind(1)
@@ -207,8 +206,8 @@ def check_notes(notes_Wm: Tensor, vocab: int) -> None:
     whole = (columns_W.sum() == vocab) & ((columns_W == 0) | (start_W == before_W)).all()
     checks = [(whole, f"shard: each of the {vocab} columns must be on one rank of the group")]
     checks += [((x == x[0]).all(), text) for x, text in zip(digests, SAME.values(), strict=True)]
-    apart = (near_Wm.amax(0) - near_Wm.amin(0)) > 1e-2 * near_Wm.abs().amax(0)  # false for NaN, which shows anyway
-    checks += [(~x, f"{name}: not the same on all ranks that share a vocabulary") for x, name in zip(apart, NEAR)]
+    differ = (near_Wm.amax(0) - near_Wm.amin(0)) > 1e-2 * near_Wm.abs().amax(0)  # false for NaN, which shows anyway
+    checks += [(~x, f"{name}: not the same on all ranks that share a vocabulary") for x, name in zip(differ, NEAR)]
     if notes_Wm.device.type != "cpu":
         for holds, message in checks:
             torch._assert_async(holds, message)
@@ -216,7 +215,7 @@ def check_notes(notes_Wm: Tensor, vocab: int) -> None:
     for holds, message in checks:
         if not holds:
             held = ", ".join(f"{int(a)} to {int(a + b)}" for a, b in zip(start_W, columns_W, strict=True))
-            order = f", but the ranks hold {held}; shards stand in the order of the ranks" if holds is whole else ""
+            order = f", but the ranks hold {held}; shards must be in the order of the ranks" if holds is whole else ""
             raise ValueError(f"{message}{order}")
 
 
@@ -236,8 +235,8 @@ def _fields(x: Any) -> Iterator[Tensor]:
 
 
 def _refill(like: Any, tensors: Iterator[Tensor]) -> Any:
-    own = lambda x: torch.stack([next(tensors) for _ in range(x.shape[-1])], -1) if x.ndim > 1 else next(tensors)
-    return nest(like, own)
+    fill = lambda x: torch.stack([next(tensors) for _ in range(x.shape[-1])], -1) if x.ndim > 1 else next(tensors)
+    return nest(like, fill)
 
 
 def sum_pairs(pairs: Sequence[tuple[Tensor, Any]], shard: VocabShard | None) -> Sequence[tuple[Tensor, Any]]:
@@ -245,14 +244,13 @@ def sum_pairs(pairs: Sequence[tuple[Tensor, Any]], shard: VocabShard | None) -> 
     if shard is None or not pairs or not pairs[0][0].numel():
         return pairs
     packed = torch.stack([x for pair in pairs for x in pair])
-    with together("summing divergences over a sharded vocabulary"):
+    with collective("summing divergences over a sharded vocabulary"):
         dist.all_reduce(packed, group=shard.group)
     return list(zip(packed[::2], packed[1::2], strict=True))
 
 
 def max_over(x_RK: Tensor, shard: VocabShard | None, note: Tensor | None, rows: int) -> Tensor:
-    """The maximum over the ranks that share the vocabulary, of which all but one hold -inf.  For `note`, see
-    `Gathering`."""
+    """The maximum over the ranks that share the vocabulary; all but one hold -inf.  For `note`, see `Gathering`."""
     if shard is None or not rows:
         return x_RK
     packed = x_RK.flatten()
@@ -261,7 +259,7 @@ def max_over(x_RK: Tensor, shard: VocabShard | None, note: Tensor | None, rows: 
         slots_Wm[dist.get_rank(shard.group)] = note.to(packed)
         padding = packed.new_full(((rows - len(x_RK)) * x_RK.shape[1],), -math.inf)
         packed = torch.cat([packed, padding, slots_Wm.flatten()])
-    with together("finding the logits at a teacher's ids"):
+    with collective("finding the logits at a teacher's ids"):
         dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=shard.group)
     if note is not None:
         check_notes(packed[-shard.size * len(note) :].unflatten(0, (shard.size, -1)), shard.vocab)
@@ -271,13 +269,13 @@ def max_over(x_RK: Tensor, shard: VocabShard | None, note: Tensor | None, rows: 
 def reduce_hidden(grad: Tensor | None, shard: VocabShard | None) -> None:
     """Sum the gradient of hidden over the ranks that share the vocabulary, in place."""
     if grad is not None and shard is not None and not shard.partial_hidden:
-        with together("summing the gradient of hidden over a sharded vocabulary"):
+        with collective("summing the gradient of hidden over a sharded vocabulary"):
             dist.all_reduce(grad, group=shard.group)
 
 
 @contextlib.contextmanager
-def together(what: str) -> Iterator[None]:
-    """Wraps a collective; if it fails because another rank is missing, the error says so."""
+def collective(what: str) -> Iterator[None]:
+    """Wraps a collective; if it fails, the error says that a rank is missing."""
     try:
         yield
     except RuntimeError as error:

@@ -18,9 +18,9 @@ def is_immutable(x: Any) -> bool:
     return isinstance(x, type) and bool(x.__flags__ & _IMMUTABLE)
 
 
-def is_torchs(name: str) -> bool:
-    """Whether an attribute of torch.Tensor is still what it was when this module was imported."""
-    return getattr(torch.Tensor, name, None) is _OF_TENSORS.get(name)
+def is_unpatched(name: str) -> bool:
+    """Whether this attribute of torch.Tensor is the one that it had when this module was imported."""
+    return getattr(torch.Tensor, name, None) is _TORCHS.get(name)
 
 
 def is_aten(x: OpOverload | OpOverloadPacket) -> bool:
@@ -32,19 +32,19 @@ _IMMUTABLE = 1 << 8  # flag of a type whose attributes cannot be set (Py_TPFLAGS
 _TORCH_FILES = str(Path(torch.__file__).parent)
 
 
-def _is_own(x: Any) -> bool:
-    """Whether a function or descriptor is torch's or Python's own, rather than patched in by somebody else."""
+def _is_original(x: Any) -> bool:
+    """Whether a function or descriptor comes from torch or Python, not from a user who replaced theirs."""
     x = getattr(x, "fget", None) or getattr(x, "__func__", x)
     if isinstance(x, types.FunctionType):
         return x.__code__.co_filename.startswith(_TORCH_FILES)
-    return isinstance(x, _COMPILED) or x is None
+    return isinstance(x, _IN_C) or x is None
 
 
-_COMPILED = (
+_IN_C = (
     type, types.BuiltinFunctionType, types.MethodDescriptorType, types.GetSetDescriptorType,
     types.WrapperDescriptorType, types.ClassMethodDescriptorType, types.MemberDescriptorType, types.MethodWrapperType,
 )  # fmt: skip
-_OF_TENSORS = {x: y if _is_own(y := getattr(torch.Tensor, x, None)) else object() for x in dir(torch.Tensor)}
+_TORCHS = {x: y if _is_original(y := getattr(torch.Tensor, x, None)) else object() for x in dir(torch.Tensor)}
 
 _BUILTINS = (
     abs, all, any, bool, complex, dict, divmod, enumerate, filter, float, format, frozenset, int, isinstance,
@@ -57,7 +57,7 @@ _TORCH = (
     "is_tensor", "linspace", "logspace", "no_grad", "ones", "promote_types", "result_type", "scalar_tensor",
     "set_grad_enabled", "tensor", "zeros", "Tensor", "Size",
 )  # fmt: skip
-_TELL = ("is_complex", "is_floating_point", "is_signed")  # other `is_*` functions report the state of a tensor
+_IS_ALLOWED = ("is_complex", "is_floating_point", "is_signed")  # other `is_*` functions report the state of a tensor
 _FUNCTIONAL = ("elu_", "hardsigmoid", "hardswish", "hardtanh_", "leaky_relu_", "relu_", "selu_", "sigmoid", "tanh")
 
 
@@ -67,43 +67,41 @@ def allowed() -> dict[int, Any]:
     from torch.nn import functional
     from torch.overrides import get_overridable_functions
 
-    known = [*_BUILTINS, *(x for x in vars(math).values() if isinstance(x, types.BuiltinFunctionType))]
-    known += [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, Exception)]
-    listed = [
-        x for home, found in get_overridable_functions().items() if isinstance(home, types.ModuleType) for x in found
-    ]
-    listed = [x for x in listed if _is_own(x)]
-    known += [x for x in listed if name_of(x) in _TELL or not name_of(x).startswith(("is_", "get_"))]
-    known += [getattr(torch, name) for name in _TORCH]
-    known += [x for name in _FUNCTIONAL if _is_own(x := getattr(functional, name, None)) and x is not None]
-    return {id(x): x for x in known}
+    found = [*_BUILTINS, *(x for x in vars(math).values() if isinstance(x, types.BuiltinFunctionType))]
+    found += [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, Exception)]
+    functions = get_overridable_functions().items()
+    listed = [x for module, xs in functions if isinstance(module, types.ModuleType) for x in xs if _is_original(x)]
+    found += [x for x in listed if name_of(x) in _IS_ALLOWED or not name_of(x).startswith(("is_", "get_"))]
+    found += [getattr(torch, name) for name in _TORCH]
+    found += [x for name in _FUNCTIONAL if _is_original(x := getattr(functional, name, None)) and x is not None]
+    return {id(x): x for x in found}
 
 
-def came_with(x: Any, name: str) -> Any:
-    """An attribute that an allowed type had from the start, not set by a user."""
-    return _came_with().get(id(x), {}).get(name)
+def original_attribute(x: Any, name: str) -> Any:
+    """An attribute that an allowed type had when it was listed, not one that a user set."""
+    return _original_attributes().get(id(x), {}).get(name)
 
 
 @functools.cache
-def _came_with() -> dict[int, dict[str, Any]]:
+def _original_attributes() -> dict[int, dict[str, Any]]:
     return {i: dict(vars(x)) for i, x in allowed().items() if isinstance(x, type)}
 
 
 # Attributes of tensors about size and dtype; the other allowed ones are ATen operators that return tensors.
-_SIZES = (
+_OF_TENSORS = (
     "T", "bfloat16", "bool", "byte", "char", "device", "dim", "double", "dtype", "element_size", "float", "half", "int",
     "is_complex", "is_cpu", "is_cuda", "is_floating_point", "is_meta", "is_signed", "item", "itemsize", "long", "mT",
     "ndim", "ndimension", "nelement", "new_tensor", "numel", "polygamma", "shape", "short", "size", "tolist", "type",
     "where",
 )  # fmt: skip
-_SEGMENTS = ("counts", "ids", "maxima", "mean", "means", "minima", "num_segments", "spread", "totals")
-_LIMITS = ("bits", "eps", "max", "min", "resolution", "smallest_normal", "tiny")  # of torch.finfo
+_OF_SEGMENTS = ("counts", "ids", "maxima", "mean", "means", "minima", "num_segments", "spread", "totals")
+_OF_FINFO = ("bits", "eps", "max", "min", "resolution", "smallest_normal", "tiny")  # of torch.finfo
 
 
 @functools.cache
 def allowed_attributes() -> frozenset[str]:
     """Attributes that depend on nothing but the value of their owner: of tensors, segments and Python's builtins."""
-    names = {*_SIZES, *_SEGMENTS, *_LIMITS}
+    names = {*_OF_TENSORS, *_OF_SEGMENTS, *_OF_FINFO}
     for name in dir(torch.Tensor):
         for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
             first = schema.arguments[0] if schema.arguments else None
@@ -111,7 +109,7 @@ def allowed_attributes() -> frozenset[str]:
                 names.add(name)
     for kind in (dict, list, tuple, str, set, frozenset, int, float, complex, range, slice):
         names.update(name for name in dir(kind) if not name.startswith("_"))
-    return frozenset(names - {"format", "format_map"})  # these read any attribute that a text names
+    return frozenset(names - {"format", "format_map"})  # these read any attribute that the text names
 
 
 def name_of(x: Any) -> str:
@@ -125,7 +123,7 @@ def operators_of(step: dis.Instruction) -> tuple[str, ...]:
         sides = ("", "r", "i") if step.argrepr.endswith("=") else ("", "r")
         return tuple([f"__{side}{name}__" for side in sides])
     if step.opname == "COMPARE_OP":
-        return next((found for sign, found in _COMPARISONS.items() if sign in step.argrepr), ())
+        return next((names for sign, names in _COMPARISONS.items() if sign in step.argrepr), ())
     return _UNNAMED.get(step.opname, ())
 
 

@@ -14,9 +14,9 @@ from torch.autograd import forward_ad
 
 from headloss.facts import Fact
 from headloss.segments import Segments, WrongLengthError, sizes
-from headloss.trace.function_reads import Reads, defaults, ours, reads, writes_unseen
-from headloss.trace.guards import Guards, recorded
-from headloss.trace.signature import CLASSES, Signature, key_of
+from headloss.trace.function_reads import Reads, defaults, is_ours, reads_of, writes_uncounted
+from headloss.trace.guards import Guards, record_guards
+from headloss.trace.signature import CLASSES, Signature, input_key
 
 
 class Env(NamedTuple):
@@ -50,14 +50,14 @@ class Env(NamedTuple):
         """That of the facts; float64 where there are none."""
         return next((x.dtype for x in self.facts.values() if x.is_floating_point()), torch.float64)
 
-    def many(self, x: Tensor) -> str:
-        """The length of a vector in words, for an error message: sizes here may be symbols or stand-ins."""
+    def per(self, x: Tensor) -> str:
+        """What a vector has one value for, in words, for an error message: sizes may be symbols or stand-ins."""
         size = str(x.shape[0])
         if size in {str(f.shape[0]) for f in self.facts.values() if f.ndim}:
             return "one per row"
-        same = self.segments is not None and size == str(self.segments.num_segments)
-        other = "1 in all" if size == "1" else "of another number (segments.spread makes rows of segments)"
-        return "one per segment" if same else other
+        if self.segments is not None and size == str(self.segments.num_segments):
+            return "one per segment"
+        return "1 in all" if size == "1" else "of another number (segments.spread makes rows of segments)"
 
 
 class WrongValueError(TypeError):
@@ -72,19 +72,19 @@ class WritesError(ValueError):
     """A function writes into one of its arguments."""
 
 
-Weighed = tuple[Tensor | None, dict[str, dict[str, Any]]]  # see `Call.weigh`
+WeightAndMetrics = tuple[Tensor | None, dict[str, dict[str, Any]]]  # see `Call.weigh`
 COUNTED = ""  # among a term's metrics, the name of the mask of rows that the others count
 
 
 class RowWeight(NamedTuple):
-    """One factor of a term's row weight: an input's name, or a function and what it asks for."""
+    """One factor of a term's row weight: the name of an input, or a function and what it asks for."""
 
     of: str | Callable[..., Any]
     signature: Signature | None = None
 
 
 class Call(NamedTuple):
-    """A term's function with its options and row weights: everything that a trace depends on."""
+    """A loss or metric with its options and row weights: all that a trace depends on."""
 
     fn: Callable[..., Any]
     signature: Signature
@@ -94,28 +94,30 @@ class Call(NamedTuple):
     share: str | None = None  # with reduction_segments: the input that says how much each row counts
 
     def __call__(
-        self, env: Env, apart: Container[str] | None = None, weighed: Weighed | None = None
+        self, env: Env, row_inputs: Container[str] | None = None, row_weight: WeightAndMetrics | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The values, each times its row weight, and the metrics.
 
         A row of weight 0 is left out: its value is 0 whatever the function returns there, and metrics do not count it.
-        `apart`: for a function whose rows do not meet, its per-row inputs; a row of weight 0 then gets no gradient, not
-        even 0 * inf.  `weighed`: the result of `weigh`, if it is known already.
+        `row_inputs`: the per-row inputs of a function that combines no rows; a row of weight 0 then gets no gradient,
+        not even 0 * inf.  `row_weight`: the result of `weigh`, if it is known already.
         """
-        given, (weight, reported) = env.arguments(self.signature), weighed or self.weigh(env)
-        if apart is not None and weight is not None:
-            rows = {p.name for p in self.signature.parameters if p.kind == "fact" or p.key in apart}
-            given = {k: _gated(x, weight) if k in rows else x for k, x in given.items()}
+        name, arguments, (weight, reported) = (
+            self.signature.name,
+            env.arguments(self.signature),
+            row_weight or self.weigh(env),
+        )
+        if row_inputs is not None and weight is not None:
+            by_row = {p.name for p in self.signature.parameters if p.kind == "fact" or p.key in row_inputs}
+            arguments = {k: _gated(x, weight) if k in by_row else x for k, x in arguments.items()}
         try:
-            result = evaluate(self.fn, self.signature.name, given, self.options)
+            result = evaluate(self.fn, name, arguments, self.options)
         except (RuntimeError, WrongLengthError) as error:
-            shapes = ", ".join(f"{k} {sizes(x.shape)}" for k, x in given.items() if isinstance(x, Tensor))
+            shapes = ", ".join(f"{k} {sizes(x.shape)}" for k, x in arguments.items() if isinstance(x, Tensor))
             error.add_note(
-                f"{self.signature.name} was called with {shapes}; "
-                f"segments.spread(x) makes one value per row of one value per segment"
+                f"{name} was called with {shapes}; segments.spread(x) makes one value per row of one value per segment"
             )
             raise
-        name = self.signature.name
         value, metrics = _values_and_metrics(name, result)
         if weight is not None:
             if weight.shape not in ((), value.shape):
@@ -123,36 +125,36 @@ class Call(NamedTuple):
                     f"row_weight: of {name} has {weight.ndim} dimensions, and does not fit its values, one per row or "
                     f"segment"
                     if weight.ndim > 1
-                    else f"row_weight: of {name}: the weights are {env.many(weight)}, the values {env.many(value)}"
+                    else f"row_weight: of {name}: the weights are {env.per(weight)}, the values {env.per(value)}"
                 )
             value = torch.where(weight != 0, value * weight, 0.0)
             metrics |= {COUNTED: torch.where(weight != 0, torch.ones_like(value), 0.0)} if metrics else {}
-            for of, found in reported.items():  # a weight's own metrics count every row, those of weight 0 too
-                metrics |= {f"{of}/{k}": x for k, x in found.items()} | {f"{of}/{COUNTED}": torch.ones_like(value)}
+            for of, own in reported.items():  # metrics of the weight itself count rows of weight 0 too
+                metrics |= {f"{of}/{k}": x for k, x in own.items()} | {f"{of}/{COUNTED}": torch.ones_like(value)}
         return value, metrics
 
     def reads(self) -> Reads:
         """Everything that a call of the function reads besides its arguments."""
-        own = reads(self.fn, self.options, pure=self.pure)
+        own = reads_of(self.fn, self.options, pure=self.pure)
         elements = [f.element.reads() for f in self.signature.facts if f.element is not None]
-        weighed = [reads(w.of, pure=self.pure) for w in self.row_weights if callable(w.of)]
-        named = self.weight_names
-        if not weighed and not elements:
-            return own._replace(key=(own.key, named))
-        every = (own, *weighed, *elements)
-        unknown = tuple(dict.fromkeys(x for r in (own, *weighed) for x in r.unknown))
-        return Reads((named, *(r.key for r in every)), unknown, any(r.floats for r in every))
+        weights = [reads_of(w.of, pure=self.pure) for w in self.row_weights if callable(w.of)]
+        names = self.weight_names
+        if not weights and not elements:
+            return own._replace(key=(own.key, names))
+        every = (own, *weights, *elements)
+        unknown = tuple(dict.fromkeys(x for r in (own, *weights) for x in r.unknown))
+        return Reads((names, *(r.key for r in every)), unknown, any(r.variable_floats for r in every))
 
-    def mean_weight(self, env: Env, weighed: Weighed) -> Tensor | None:
+    def mean_weight(self, env: Env, row_weight: WeightAndMetrics) -> Tensor | None:
         """The weights whose sum a weighted mean divides by: row weights times class weights."""
-        weight, _ = weighed
+        weight, _ = row_weight
         if CLASSES["class_weight"] not in self.input_names:
             return weight
-        own = env.inputs[CLASSES["class_weight"]]
-        assert own is not None
-        return own.detach() if weight is None else _wide(weight) * _wide(own.detach())
+        of_class = env.inputs[CLASSES["class_weight"]]
+        assert of_class is not None
+        return of_class.detach() if weight is None else _wide(weight) * _wide(of_class.detach())
 
-    def weigh(self, env: Env) -> Weighed:
+    def weigh(self, env: Env) -> WeightAndMetrics:
         """The product of the row weights, detached, and the metrics that they report, by the weights' names."""
         product: Tensor | None = None
         reported: dict[str, dict[str, Any]] = {}
@@ -163,15 +165,15 @@ class Call(NamedTuple):
                 assert weight is not None
             else:
                 assert signature is not None
-                weight, found = _with_metrics(evaluate(of, signature.name, env.arguments(signature)))
+                weight, metrics = _with_metrics(evaluate(of, signature.name, env.arguments(signature)))
                 if not isinstance(weight, Tensor) or weight.dtype.is_complex:
                     wanted = "wanted one real weight per row, or that and a dict of metrics"
                     raise WrongWeightError(f"row_weight: {signature.name} returns {_got(weight)}, {wanted}")
-                if found:
-                    check_metrics(signature.name, found)
+                if metrics:
+                    check_metrics(signature.name, metrics)
                     names.append(signature.name)
-                    again = names.count(signature.name)
-                    reported[f"{signature.name}_{again}" if again > 1 else signature.name] = dict(found)
+                    count = names.count(signature.name)
+                    reported[f"{signature.name}_{count}" if count > 1 else signature.name] = dict(metrics)
             product = weight.detach() if product is None else _wide(product) * _wide(weight.detach())
         return product, reported
 
@@ -190,9 +192,9 @@ class Call(NamedTuple):
 
     @property
     def teachers(self) -> set[str]:
-        """The teachers that it looks at, by the names that they have in a call."""
-        named = [(p.teacher, p.fact and p.fact.teacher) for s in self.signatures for p in s.parameters]
-        return {name for pair in named for name in pair if name}
+        """The names of the teachers that it uses in a call."""
+        pairs = [(p.teacher, p.fact and p.fact.teacher) for s in self.signatures for p in s.parameters]
+        return {name for pair in pairs for name in pair if name}
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
@@ -214,9 +216,9 @@ class Call(NamedTuple):
 
 def inputs_of(call: Call) -> tuple[str, ...]:
     """The names of a call's inputs.  Not a property: torch.compile of torch 2.8 reads a named tuple's fields only."""
-    names = [key_of(p) for p in call.signature.parameters if p.kind == "input"]
+    names = [input_key(p) for p in call.signature.parameters if p.kind == "input"]
     for w in call.row_weights:
-        names += [key_of(p) for p in w.signature.parameters if p.kind == "input"] if w.signature is not None else []
+        names += [input_key(p) for p in w.signature.parameters if p.kind == "input"] if w.signature is not None else []
     names += [w.of for w in call.row_weights if isinstance(w.of, str)]
     return tuple(dict.fromkeys(names))
 
@@ -227,42 +229,42 @@ def facts_of(call: Call) -> list[Fact]:
     return [p.fact for s in signatures for p in s.parameters if p.fact is not None]
 
 
-_MOST_MARKS = 64
-
-
-class _Walked(NamedTuple):
-    """A walk over what functions read: all that `Watched` keeps of it, replaced at once because threads share it."""
+class _Walk(NamedTuple):
+    """A walk over what functions read; one record, so that threads that share it replace all of it at once."""
 
     guards: Guards
-    around: Any
-    found: Reads
-    mark: object
+    defaults: Any
+    reads: Reads
+    interned: object
 
 
-class Watched:
+class CachedReads:
     """Caches what a call's functions read, and walks over them again only if a guard fails."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.walked: _Walked | None = None
-        self.marks: dict[Reads, object] = {}
+        self.last: _Walk | None = None
+        self.objects: dict[Reads, object] = {}
 
     def reads(self) -> Reads:
-        return self._walk().found
+        return self._walk().reads
 
-    def mark(self) -> object:
-        """An object that stands for everything that is read, the same for equal reads, which are slow to hash."""
-        return self._walk().mark
+    def interned(self) -> object:
+        """An object that stands for everything that is read: the same one for equal reads, which are slow to hash."""
+        return self._walk().interned
 
-    def _walk(self) -> _Walked:
-        around, walked = defaults(), self.walked
-        if walked is None or walked.around != around or not walked.guards.hold():
-            with recorded() as guards:
-                found = self.call.reads()
-            if len(self.marks) >= _MOST_MARKS:
-                self.marks.clear()
-            walked = self.walked = _Walked(guards, around, found, self.marks.setdefault(found, object()))
-        return walked
+    def _walk(self) -> _Walk:
+        now, last = defaults(), self.last
+        if last is None or last.defaults != now or not last.guards.hold():
+            with record_guards() as guards:
+                reads = self.call.reads()
+            if len(self.objects) >= _MOST_OBJECTS:
+                self.objects.clear()
+            last = self.last = _Walk(guards, now, reads, self.objects.setdefault(reads, object()))
+        return last
+
+
+_MOST_OBJECTS = 64
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -299,7 +301,7 @@ def _with_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def check_metrics(name: str, metrics: Mapping[str, Any]) -> None:
-    """What a function returns as metrics, by their names; one that ends in "/" would be a mask, see `metrics.Batch`."""
+    """Check what a function returns as metrics, by name; a name that ends in "/" would be a mask, see `metrics`."""
     for key, x in metrics.items():
         if not isinstance(key, str) or not key or key.endswith("/"):
             raise WrongValueError(f"{name}: wanted names for its metrics, got {key!r}")
@@ -322,22 +324,22 @@ def _got(x: Any) -> str:
     return f"{x.dtype} values" if x.dtype.is_complex else f"shape {sizes(x.shape)}"
 
 
-def evaluate(fn: Callable[..., Any], name: str, given: Mapping[str, Any], options: Mapping[str, Any] = {}) -> Any:
+def evaluate(fn: Callable[..., Any], name: str, arguments: Mapping[str, Any], options: Mapping[str, Any] = {}) -> Any:
     """Call a function; raise if it writes to its arguments, which others read too."""
-    return guarded(fn, name, given, lambda given: fn(**given, **options))
+    return call_guarded(fn, name, arguments, lambda arguments: fn(**arguments, **options))
 
 
-def guarded(fn: Callable[..., Any], name: str, given: Mapping[str, Any], run: Callable[[Any], Any]) -> Any:
-    """The result of `run(given)`, which calls `fn`; raise if that writes to its arguments."""
+def call_guarded(fn: Callable[..., Any], name: str, arguments: Mapping[str, Any], run: Callable[[Any], Any]) -> Any:
+    """The result of `run(arguments)`, which calls `fn`; raise if that writes to its arguments."""
     # no version counter sees writes to an inference tensor, or through `.data` or NumPy: pass copies
-    if torch.is_inference_mode_enabled() or (not ours(fn) and writes_unseen(fn)):
-        given = {k: x.clone() if isinstance(x, Tensor) else x for k, x in given.items()}
-    every = [(k, x.ids if isinstance(x, Segments) else x) for k, x in given.items()]
+    if torch.is_inference_mode_enabled() or (not is_ours(fn) and writes_uncounted(fn)):
+        arguments = {k: x.clone() if isinstance(x, Tensor) else x for k, x in arguments.items()}
+    every = [(k, x.ids if isinstance(x, Segments) else x) for k, x in arguments.items()]
     state = lambda x: (x._version, x.requires_grad)  # `detach_` raises no version
     tensors = [(k, x, state(x)) for k, x in every if isinstance(x, Tensor) and not x.is_inference()]
-    result = run(given)
-    for argument, x, before in tensors:
-        if state(x) != before:
+    result = run(arguments)
+    for argument, x, version in tensors:
+        if state(x) != version:
             raise WritesError(writes_message(name, argument))
     if forward_ad._current_level >= 0:
         _refuse_tangents(name, result if isinstance(result, tuple) else (result,))

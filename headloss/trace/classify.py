@@ -1,6 +1,6 @@
-"""Classify a traced loss as row, segment or batch: go through its graph and see which operations combine rows.
+"""Classify a traced loss as row, segment or batch, by which operations of its graph combine rows.
 
-The trace was made with R rows and S segments, sizes that nothing else in it has, so a dimension's size says what it is.
+The trace was made with R rows and S segments, sizes that nothing else in it has, so a size tells what a dimension is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 
 @contextlib.contextmanager
-def unwatched() -> Iterator[None]:
+def without_modes() -> Iterator[None]:
     """Switch the caller's modes off during a trace, since the trace is cached and serves calls without them.
 
     These are a checkpoint's hooks, modes that see operations, anomaly detection, inference mode, autocast, torch.func.
@@ -68,21 +68,21 @@ def _without_function_modes() -> Iterator[None]:
             _push_mode(mode)
 
 
-def only(graph: fx.GraphModule, choose: Callable[[Any], Any]) -> fx.GraphModule:
+def subgraph(graph: fx.GraphModule, choose: Callable[[Any], Any]) -> fx.GraphModule:
     """The part of a graph that the chosen outputs need."""
     output = graph.graph.output_node()
     chosen = choose(output.args[0])
-    needed = reach(chosen)
-    kept = fx.Graph()
+    needed = ancestors(chosen)
+    part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         if node.op == "placeholder" or node in needed:
-            copies[node] = kept.node_copy(node, lambda n: copies[n])
-    kept.output(fx.map_arg(chosen, lambda n: copies[n]))
-    return fx.GraphModule(graph, kept)
+            copies[node] = part.node_copy(node, lambda n: copies[n])
+    part.output(fx.map_arg(chosen, lambda n: copies[n]))
+    return fx.GraphModule(graph, part)
 
 
-def reach(outputs: Any) -> set[fx.Node]:
+def ancestors(outputs: Any) -> set[fx.Node]:
     """Every node that these outputs depend on."""
     stack: list[fx.Node] = []
     fx.map_arg(outputs, stack.append)
@@ -95,7 +95,7 @@ def reach(outputs: Any) -> set[fx.Node]:
     return needed
 
 
-def written(graph: fx.Graph) -> list[fx.Node]:
+def written_arguments(graph: fx.Graph) -> list[fx.Node]:
     """The arguments that an operation changes in place, directly or through a view."""
     found = []
     for _, x in _writes(graph):
@@ -123,11 +123,11 @@ _CREATION = {
 
 def creates(node: fx.Node) -> bool:
     """Whether an operation takes nothing but sizes from its arguments."""
-    return _operation(node) in _CREATION or _operation(node).startswith(("empty", "new_empty", "sym_"))
+    return _name_of(node) in _CREATION or _name_of(node).startswith(("empty", "new_empty", "sym_"))
 
 
 # Operations along a dimension: they stay within a row if that dimension is not the first.
-_ALONG = {
+_ALONG_A_DIMENSION = {
     "sum", "mean", "amax", "amin", "logsumexp", "_softmax", "_log_softmax", "_softmax_backward_data",
     "_log_softmax_backward_data", "unsqueeze", "squeeze", "expand", "argmax", "gather", "select", "select_backward",
     "slice", "slice_backward", "sort",
@@ -142,15 +142,14 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
     """Row, segment or batch, and the operation that decided it; `ids_at` is the index of the segment ids' argument."""
     if counts_rows(graph):
         return "batch", "its Python code looks at the number of rows"
-    shown = changed_under_another_name(graph.graph)
-    if shown:
-        return "batch", shown
+    if why := changed_under_another_name(graph.graph):
+        return "batch", why
     value, grads, _ = graph.graph.output_node().args[0]  # type: ignore[misc, str-unpack]
-    needed = reach((value, grads))
+    needed = ancestors((value, grads))
     ids: fx.Node | None = None
     if ids_at is not None:  # a chunk renumbers its segments, so ids mean nothing in it
         ids = [node for node in graph.graph.nodes if node.op == "placeholder"][ids_at]
-        if any(user in needed and _operation(user) not in {*_SEGMENT, *_SIZES} for user in ids.users):
+        if any(user in needed and _name_of(user) not in {*_SEGMENT, *_SIZES} for user in ids.users):
             return "batch", "looks at segments.ids"
     through = None
     for node in graph.graph.nodes:
@@ -158,7 +157,7 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
             continue
         if node.op == "get_attr":
             return "batch", "captures a tensor"
-        name = _operation(node)
+        name = _name_of(node)
         if name in _SEGMENT:
             if node.args[1] is not ids:
                 return "batch", "sums over segments of its own"
@@ -166,26 +165,26 @@ def classify(graph: fx.GraphModule, R: int, S: int, ids_at: int | None = None) -
         elif name in _SIZES:
             if name == "sym_size" and size(node.meta["val"]) not in (R, S):  # the number of ids per row
                 continue
-            if any(not _sizes(user, node) for user in node.users if user in needed):
+            if any(not _is_size_of(user, node) for user in node.users if user in needed):
                 return "batch", "uses the number of rows"
         elif name in _CREATION and isinstance(_filled_with(node), fx.Node):
             return "batch", "uses the number of rows or segments"
         elif name == "getitem" or name in _CREATION:
             continue
-        elif not (_rowwise(node, name, R, S) or _within_rows(node, name, R, S) or _look_up(node, name, R, S)):
+        elif not any(check(node, name, R, S) for check in (_is_elementwise, _is_in_rows, _is_lookup)):
             return "batch", f"{name} mixes rows"
     return ("segment", f"combines rows through {through}") if through else ("row", "element-wise")
 
 
-def changed_under_another_name(graph: fx.Graph, but: Iterable[str] = ()) -> str | None:
+def changed_under_another_name(graph: fx.Graph, allowed: Iterable[str] = ()) -> str | None:
     """An in-place operation on memory that a view shares: cutting a graph down to its outputs would lose it.
 
-    `but`: views that the caller handles itself.
+    `allowed`: views that the caller handles itself.
     """
     for node, x in _writes(graph):
-        names = [_operation(n) for n in (x, *x.users) if _is_view(n)]
-        if any(name not in but for name in names):
-            return f"{_operation(node)} changes what {names[0]} shows"
+        names = [_name_of(n) for n in (x, *x.users) if _is_view(n)]
+        if any(name not in allowed for name in names):
+            return f"{_name_of(node)} changes what {names[0]} shows"
     return None
 
 
@@ -223,27 +222,27 @@ def counts_rows(graph: fx.GraphModule) -> bool:
     return any(not expr.free_symbols or not expr.free_symbols <= symbols for expr in guards)
 
 
-def _operation(node: fx.Node) -> str:
+def _name_of(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1]
     return "getitem" if target is operator.getitem else getattr(target, "__name__", str(target))
 
 
-def _sizes(user: fx.Node, size: fx.Node) -> bool:
+def _is_size_of(user: fx.Node, size: fx.Node) -> bool:
     """Whether an operation uses a size as a tensor's size, not as a number to compute with."""
-    fits = _operation(user) in _CREATION | _RESIZED
+    fits = _name_of(user) in _CREATION | _RESIZED
     return fits and size is not _filled_with(user) and size not in user.kwargs.values()
 
 
 def _filled_with(node: fx.Node) -> Any:
     """The value that a new tensor is filled with, a number or a size of the trace."""
-    place = _FILL.get(_operation(node))
-    given = node.args[place] if place is not None and len(node.args) > place else None
-    return node.kwargs.get("fill_value", given)
+    position = _FILL.get(_name_of(node))
+    value = node.args[position] if position is not None and len(node.args) > position else None
+    return node.kwargs.get("fill_value", value)
 
 
-def _rowwise(node: fx.Node, name: str, R: int, S: int) -> bool:
+def _is_elementwise(node: fx.Node, name: str, R: int, S: int) -> bool:
     """Whether this is an element-wise operation whose rows (or segments) stay in the first dimension."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.pointwise not in tags and name not in _POINTWISE:
@@ -261,29 +260,25 @@ def _rowwise(node: fx.Node, name: str, R: int, S: int) -> bool:
     return True
 
 
-def _look_up(node: fx.Node, name: str, R: int, S: int) -> bool:
+def _is_lookup(node: fx.Node, name: str, R: int, S: int) -> bool:
     """Whether this is `table[index_R]` on a table with neither row nor segment dimension, such as class weights."""
     if name != "index" or not isinstance(node.args[1], list | tuple) or len(node.args[1]) != 1:
         return False
-    table, place = node.args[0].meta["val"], node.args[1][0]  # type: ignore[union-attr]
-    if not isinstance(place, fx.Node) or place.meta["val"].ndim != 1 or size(place.meta["val"].shape[0]) != R:
+    table, index = node.args[0].meta["val"], node.args[1][0]  # type: ignore[union-attr]
+    if not isinstance(index, fx.Node) or index.meta["val"].ndim != 1 or size(index.meta["val"].shape[0]) != R:
         return False
-    return place.meta["val"].dtype != torch.bool and all(size(d) not in (R, S) for d in table.shape)
+    return index.meta["val"].dtype != torch.bool and all(size(d) not in (R, S) for d in table.shape)
 
 
-def _within_rows(node: fx.Node, name: str, R: int, S: int) -> bool:
+def _is_in_rows(node: fx.Node, name: str, R: int, S: int) -> bool:
     """Whether this operation runs along the ids of each row: (R, K) in, the first dimension untouched."""
-    if name not in _ALONG or not isinstance(node.args[0], fx.Node):
+    if name not in _ALONG_A_DIMENSION or not isinstance(node.args[0], fx.Node):
         return False
     x, out = node.args[0].meta["val"], node.meta["val"]
     out = out[0] if name == "sort" else out
     if not isinstance(x, Tensor) or not isinstance(out, Tensor) or x.ndim < 1 or out.ndim < 1:
         return False
-    if (
-        size(x.shape[0]) != R
-        or size(out.shape[0]) != R
-        or any(size(d) in (R, S) for y in (x, out) for d in y.shape[1:])
-    ):
+    if any(size(y.shape[0]) != R or any(size(d) in (R, S) for d in y.shape[1:]) for y in (x, out)):
         return False
     if name == "expand":
         return x.ndim == out.ndim  # (R, 1) to (R, K); a new leading dimension would shift the rows' dimension
@@ -295,20 +290,19 @@ def _within_rows(node: fx.Node, name: str, R: int, S: int) -> bool:
 
 def is_whole_slice(node: fx.Node) -> bool:
     """Whether this is `x[:]`, which is `x`, or its backward."""
-    name = _operation(node)
+    name = _name_of(node)
     if name not in ("slice", "slice_backward"):
         return False
-    given: list[Any] = [*node.args, None, None, None, None][2 if name == "slice" else 3 :]
-    start, end, step = given[0] or 0, given[1], given[2] or 1
+    bounds: list[Any] = [*node.args, None, None, None, None][2 if name == "slice" else 3 :]
+    start, end, step = bounds[0] or 0, bounds[1], bounds[2] or 1
     return bool(start == 0 and step == 1 and (end is None or (isinstance(end, int) and end >= 1 << 62)))
 
 
 def _dimensions(node: fx.Node, name: str) -> list[int]:
     """The dimensions an operation runs along."""
-    place = 2 if name.endswith("_backward_data") or name in ("select_backward", "slice_backward") else 1
-    found = node.kwargs.get("dim", node.args[place] if len(node.args) > place else None)
-    found = found if isinstance(found, list | tuple) else [found]
-    return [d for d in found if isinstance(d, int)]
+    position = 2 if name.endswith("_backward_data") or name in ("select_backward", "slice_backward") else 1
+    dims = node.kwargs.get("dim", node.args[position] if len(node.args) > position else None)
+    return [d for d in (dims if isinstance(dims, list | tuple) else [dims]) if isinstance(d, int)]
 
 
 def size(x: Any) -> int:

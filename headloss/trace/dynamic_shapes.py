@@ -1,8 +1,8 @@
 """Trace a function into a graph that holds for tensors of any size.
 
-With symbolic sizes, torch's own tracer shows every use of a size; it takes 10 ms per operation, and two seconds when it
-is first loaded.  Functions of headloss branch on no size and no value, so we only record the operations they call,
-twice, with different sizes: if both recordings are equal, no size is part of them but those of arguments.
+With symbolic sizes, torch's own tracer shows every use of a size, but it takes 10 ms per operation, and two seconds to
+load.  Functions of headloss branch on no size and no value, so for them we record the operations that they call, twice,
+with different sizes: if both recordings are equal, they contain no sizes but those of arguments.
 """
 
 from __future__ import annotations
@@ -21,115 +21,111 @@ _LOCK = threading.RLock()
 Examples = Callable[[int, str], Sequence[Any]]  # the arguments for one of two choices of sizes (0 or 1), on a device
 
 
-def trace_any_size(function: Callable[..., Any], examples: Examples, device: str, ours: bool) -> fx.GraphModule:
-    """The graph of a function, made with the arguments of choice 0.  `ours`: it is known to branch on no size."""
-    if ours:
+def trace_any_size(function: Callable[..., Any], examples: Examples, device: str, is_ours: bool) -> fx.GraphModule:
+    """The graph of a function, made with the arguments of choice 0.  `is_ours`: it branches on no size."""
+    if is_ours:
         try:
-            other, graph = (_note(function, examples(i, "cpu"), device) for i in (1, 0))
-            if _hold_for_any_size(graph, other):
+            other, graph = (_record(function, examples(i, "cpu"), device) for i in (1, 0))
+            if _independent_of_sizes(graph, other):
                 return graph
         except _NotPlainError:
             pass
     return _trace_by_torch(function, examples(0, device), "symbolic")
 
 
-def trace_these_sizes(function: Callable[..., Any], given: Sequence[Tensor]) -> fx.GraphModule:
+def trace_these_sizes(function: Callable[..., Any], arguments: Sequence[Tensor]) -> fx.GraphModule:
     """The graph of a function of tensors, which may hold for no other sizes than theirs."""
     try:
-        return _note(function, given, "cpu")
+        return _record(function, arguments, "cpu")
     except _NotPlainError:
-        return _trace_by_torch(function, given, "real")
+        return _trace_by_torch(function, arguments, "real")
 
 
 def _trace_by_torch(
-    function: Callable[..., Any], given: Sequence[Any], mode: Literal["real", "symbolic"]
+    function: Callable[..., Any], arguments: Sequence[Any], mode: Literal["real", "symbolic"]
 ) -> fx.GraphModule:
-    """By torch's own tracer, in one thread at a time: it patches what the whole process shares."""
+    """Trace with torch's own tracer, in one thread at a time: it patches what the whole process shares."""
     from torch._dynamo import convert_frame  # two seconds, which only such a trace should pay
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with getattr(convert_frame, "compile_lock", _LOCK):  # torch.compile patches the same, and holds the first
-        return make_fx(function, tracing_mode=mode)(*given)
+        return make_fx(function, tracing_mode=mode)(*arguments)
 
 
-def unlike(taken: Container[int]) -> list[int]:
+def distinct_sizes(used: Container[int]) -> list[int]:
     """Sizes that nothing else has, so that a dimension's size tells which dimension it is."""
-    return [n for n in (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) if n not in taken]
+    return [n for n in (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) if n not in used]
 
 
 class _NotPlainError(Exception):
     """The function does more than compute tensors from its arguments."""
 
 
-_OTHER = {
-    torch.Tag.nondeterministic_seeded,
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-}
+_UNSUITABLE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class _Notes(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):
     """Records every operation, run on the host, as a node of a graph for `device`."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self.graph, self.device = fx.Graph(), torch.device(device)
-        self.known: dict[int, tuple[fx.Node, Tensor]] = {}  # holds the tensor, so that its id is not reused
-        self.numbers: dict[int, fx.Node] = {}  # by size: the arguments that are sizes
+        self.nodes: dict[int, tuple[fx.Node, Tensor]] = {}  # holds the tensor, so that its id is not reused
+        self.size_nodes: dict[int, fx.Node] = {}  # by size: the arguments that are sizes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # there is nothing to skip, and torch would load its compiler to do it
 
-    def know(self, x: Tensor, node: fx.Node) -> None:
+    def add(self, x: Tensor, node: fx.Node) -> None:
         node.meta["val"] = x.detach()
-        self.known[id(x)] = node, x
+        self.nodes[id(x)] = node, x
 
     def node_of(self, x: Any) -> Any:
         if isinstance(x, torch.device):
             return self.device
         if type(x) is int:
-            return self.numbers.get(x, x)  # an accidental match differs in the second recording
+            return self.size_nodes.get(x, x)  # an accidental match differs in the second recording
         if not isinstance(x, Tensor):
             return x
-        if id(x) not in self.known:
+        if id(x) not in self.nodes:
             raise _NotPlainError
-        return self.known[id(x)][0]
+        return self.nodes[id(x)][0]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _OTHER.isdisjoint(op.tags):
+        if not _UNSUITABLE.isdisjoint(op.tags):
             raise _NotPlainError
         node = self.graph.call_function(op, *tree_map(self.node_of, (args, kwargs)))
-        found = op(*args, **kwargs)
-        if isinstance(found, Tensor):
-            self.know(found, node)
-        elif isinstance(found, tuple | list) and all(isinstance(x, Tensor) for x in found):
-            node.meta["val"] = type(found)(x.detach() for x in found)
-            for i, x in enumerate(found):
-                self.know(x, self.graph.call_function(getitem, (node, i)))
+        result = op(*args, **kwargs)
+        if isinstance(result, Tensor):
+            self.add(result, node)
+        elif isinstance(result, tuple | list) and all(isinstance(x, Tensor) for x in result):
+            node.meta["val"] = type(result)(x.detach() for x in result)
+            for i, x in enumerate(result):
+                self.add(x, self.graph.call_function(getitem, (node, i)))
         else:
             raise _NotPlainError
-        return found
+        return result
 
 
-def _note(function: Callable[..., Any], given: Sequence[Any], device: str) -> fx.GraphModule:
-    notes = _Notes(device)
-    for i, x in enumerate(given):
-        node = notes.graph.placeholder(f"arg{i}")
+def _record(function: Callable[..., Any], arguments: Sequence[Any], device: str) -> fx.GraphModule:
+    recorder = _Recorder(device)
+    for i, x in enumerate(arguments):
+        node = recorder.graph.placeholder(f"arg{i}")
         if isinstance(x, Tensor):
-            notes.know(x, node)
+            recorder.add(x, node)
         elif type(x) is int:
-            notes.numbers[x] = node
-    with notes:
-        out = function(*given)
-    flat, form = tree_flatten(out)
-    notes.graph.output(tree_unflatten([notes.node_of(x) for x in flat], form))
-    notes.graph.eliminate_dead_code()
-    return fx.GraphModule(torch.nn.Module(), notes.graph)
+            recorder.size_nodes[x] = node
+    with recorder:
+        out = function(*arguments)
+    flat, structure = tree_flatten(out)
+    recorder.graph.output(tree_unflatten([recorder.node_of(x) for x in flat], structure))
+    recorder.graph.eliminate_dead_code()
+    return fx.GraphModule(torch.nn.Module(), recorder.graph)
 
 
-def _hold_for_any_size(graph: fx.GraphModule, other: fx.GraphModule) -> bool:
+def _independent_of_sizes(graph: fx.GraphModule, other: fx.GraphModule) -> bool:
     """Whether two recordings with different sizes do the same.
 
     A number that is one of an argument's sizes in both, as a sum's gradient is expanded to, becomes that size.
@@ -141,13 +137,14 @@ def _hold_for_any_size(graph: fx.GraphModule, other: fx.GraphModule) -> bool:
     sizes: dict[tuple[int, int], tuple[fx.Node, int]] = {}
     for x, y in pairs:
         if x.op == "placeholder" and "val" in x.meta and "val" in y.meta:
-            for d, found in enumerate(zip(x.meta["val"].shape, y.meta["val"].shape, strict=False)):
-                if found[0] != found[1]:
-                    sizes.setdefault(found, (x, d))
+            for d, both in enumerate(zip(x.meta["val"].shape, y.meta["val"].shape, strict=False)):
+                if both[0] != both[1]:
+                    sizes.setdefault(both, (x, d))
     changed: list[tuple[fx.Node, Any, list[Any]]] = []
     for x, y in pairs:
-        (flat, form), (others, other_form) = tree_flatten((x.args, x.kwargs)), tree_flatten((y.args, y.kwargs))
-        if (x.op, x.target, form) != (y.op, y.target, other_form):
+        flat, structure = tree_flatten((x.args, x.kwargs))
+        others, other_structure = tree_flatten((y.args, y.kwargs))
+        if (x.op, x.target, structure) != (y.op, y.target, other_structure):
             return False
         for i, (a, b) in enumerate(zip(flat, others, strict=True)):
             if isinstance(a, fx.Node):
@@ -158,7 +155,7 @@ def _hold_for_any_size(graph: fx.GraphModule, other: fx.GraphModule) -> bool:
                     return False
                 flat[i] = a, sizes[a, b]
                 if not changed or changed[-1][0] is not x:
-                    changed.append((x, form, flat))
+                    changed.append((x, structure, flat))
     if changed:
         _read_sizes(graph, changed)
     return True
@@ -166,15 +163,15 @@ def _hold_for_any_size(graph: fx.GraphModule, other: fx.GraphModule) -> bool:
 
 def _read_sizes(graph: fx.GraphModule, changed: list[tuple[fx.Node, Any, list[Any]]]) -> None:
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
-    made: dict[int, fx.Node] = {}
-    for node, form, flat in changed:
+    size_of: dict[int, fx.Node] = {}
+    for node, structure, flat in changed:
         for i, x in enumerate(flat):
             if isinstance(x, tuple):
                 n, source = x
-                if n not in made:
+                if n not in size_of:
                     with graph.graph.inserting_before(first):
-                        made[n] = graph.graph.call_function(torch.ops.aten.sym_size.int, source)
-                    made[n].meta["val"] = n
-                flat[i] = made[n]
-        node.args, node.kwargs = tree_unflatten(flat, form)
+                        size_of[n] = graph.graph.call_function(torch.ops.aten.sym_size.int, source)
+                    size_of[n].meta["val"] = n
+                flat[i] = size_of[n]
+        node.args, node.kwargs = tree_unflatten(flat, structure)
     graph.recompile()

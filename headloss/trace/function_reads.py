@@ -1,4 +1,4 @@
-"""What a function reads besides its arguments, found in its bytecode: a cache key, and the names of what is not known.
+"""What a function reads besides its arguments, found in its bytecode: a cache key, and the names of what is unknown.
 
 Later calls reuse a trace, so we trace only functions that read nothing but their arguments and values that the library
 can identify and compare: plain constants (`cache_keys.py`), functions of torch and math, and Python functions for which
@@ -31,40 +31,40 @@ from torch.utils._device import DeviceContext
 from headloss.trace.allowlist import (
     allowed,
     allowed_attributes,
-    came_with,
     is_aten,
     is_immutable,
-    is_torchs,
+    is_unpatched,
     name_of,
     operators_of,
+    original_attribute,
 )
-from headloss.trace.cache_keys import Same, fields_of, key_of, plain_key
-from headloss.trace.guards import Guards, builtins_of, current, is_fixed
+from headloss.trace.cache_keys import ByIdentity, fields_of, key_of, plain_key
+from headloss.trace.guards import Guards, active_guards, builtins_of, is_fixed
 
 
 class Reads(NamedTuple):
-    """The key of everything that a function reads, and a description of each part that is not known."""
+    """The key of everything that a function reads, and a description of each part that is unknown."""
 
     key: Any
     unknown: tuple[str, ...] = ()
-    floats: bool = True  # whether it has numbers of its own, such as options, that may take other values
+    variable_floats: bool = True  # whether it has numbers, such as options, that may take other values
 
 
-def reads(fn: Callable[..., Any], options: Mapping[str, Any] | None = None, *, pure: bool = False) -> Reads:
+def reads_of(fn: Callable[..., Any], options: Mapping[str, Any] | None = None, *, pure: bool = False) -> Reads:
     """What a function reads when it is called with these options.
 
     A lambda created anew in every step has the same code and the same captured numbers, hence the same key.
     """
-    found = _Walk()
+    walk = _Walk()
     if options:
-        found.guards.all_of(options)
-    if pure or ours(fn):
-        found.own(fn)
+        walk.guards.all_of(options)
+    if pure or is_ours(fn):
+        walk.trust(fn)
         if not options:
-            return Reads((defaults(), *own_key(fn)), (), bool(getattr(fn, "__kwdefaults__", None)))
-    key = own_key(fn) if pure else found.value("", fn)
-    given = tuple([(name, found.value(f"option {name}", x)) for name, x in sorted((options or {}).items())])
-    return Reads((defaults(), key, given), found.finish(), found.floats)
+            return Reads((defaults(), *key_of_ours(fn)), (), bool(getattr(fn, "__kwdefaults__", None)))
+    key = key_of_ours(fn) if pure else walk.value("", fn)
+    values = tuple([(name, walk.value(f"option {name}", x)) for name, x in sorted((options or {}).items())])
+    return Reads((defaults(), key, values), walk.finish(), walk.variable_floats)
 
 
 def defaults() -> tuple[torch.dtype, torch.device | None]:
@@ -78,36 +78,36 @@ def _device() -> torch.device | None:
     return contexts[-1].device if contexts else None
 
 
-def ours(fn: Any) -> bool:
+def is_ours(fn: Any) -> bool:
     """Whether a function belongs to this package, whose functions read nothing that changes."""
     if type(fn) is not types.FunctionType:
         return False
-    home, name = fn.__globals__.get("__name__") or "", fn.__code__.co_qualname  # decorators do not copy this one
+    module, name = fn.__globals__.get("__name__") or "", fn.__code__.co_qualname  # decorators copy `fn.__qualname__`
     fixed = hasattr(fn, "fixed") and not hasattr(fn, "__wrapped__")
-    return home.startswith("headloss.") and ("<locals>" not in name or fixed)
+    return module.startswith("headloss.") and ("<locals>" not in name or fixed)
 
 
-def all_our_code(fn: Any) -> bool:
-    """Whether we wrote all that a function runs: it branches on no size and no value, whatever its options are."""
-    return ours(fn) or (type(fn) is types.FunctionType and fn in _MADE_OF_OURS)
+def is_all_ours(fn: Any) -> bool:
+    """Whether all code that a function runs is ours: it then branches on no size and no value, whatever its options."""
+    return is_ours(fn) or (type(fn) is types.FunctionType and fn in _MADE_OF_OURS)
 
 
-def made_of_ours(fn: Any) -> None:
-    """Note that a function which we built calls none but ours."""
+def mark_all_ours(fn: Any) -> None:
+    """Note that a function which we built calls no functions but ours."""
     _MADE_OF_OURS.add(fn)
 
 
 _MADE_OF_OURS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def own_key(fn: Any) -> tuple[Any, ...]:
+def key_of_ours(fn: Any) -> tuple[Any, ...]:
     """The key of a function of ours: its identity, and the defaults of its options, which a user may set."""
-    given = getattr(fn, "__kwdefaults__", None)
-    return (Same(fn), *map(key_of, given.values())) if given else (Same(fn),)
+    options = getattr(fn, "__kwdefaults__", None)
+    return (ByIdentity(fn), *map(key_of, options.values())) if options else (ByIdentity(fn),)
 
 
-def writes_unseen(fn: Any) -> bool:
-    """Whether a function may write to a tensor without raising its version counter, or has no bytecode to check."""
+def writes_uncounted(fn: Any) -> bool:
+    """Whether a function may write to a tensor without raising its version, or has no bytecode to check."""
     code = getattr(fn, "__code__", None)
     return code is None or bool(_uses(code).attributes & {"__array__", "data", "data_ptr", "numpy", "untyped_storage"})
 
@@ -128,18 +128,18 @@ def _uses(code: types.CodeType) -> _Uses:
     attributes: set[str] = set()
     operators: set[str] = set()
     refused: list[str] = []
-    shown = same = False  # whether it formats text; whether it compares with `is`
+    formats = same = False  # whether it formats text; whether it compares with `is`
     pending = [code]
     while pending:
         inner = pending.pop()
         pending += [x for x in inner.co_consts if isinstance(x, types.CodeType)]
         steps = [x for x in dis.get_instructions(inner) if x.opname not in ("EXTENDED_ARG", "CACHE")]
         texts = [x for x in inner.co_consts if isinstance(x, str)]
-        taken = 0  # the last step that belongs to a root
+        last = 0  # the last step that belongs to a root
         for i, step in enumerate(steps):
             name = str(step.argval)
             captured = step.opcode in dis.hasfree
-            shown |= step.opname.startswith("FORMAT_") or (
+            formats |= step.opname.startswith("FORMAT_") or (
                 step.opname == "BINARY_OP" and step.argrepr.startswith("%") and any("%" in x for x in texts)
             )
             same |= step.opname == "IS_OP" and not (steps[i - 1].opname == "LOAD_CONST" and steps[i - 1].argval is None)
@@ -153,10 +153,10 @@ def _uses(code: types.CodeType) -> _Uses:
                         break
                     chain.append(str(after.argval))
                     called |= after.opname == "LOAD_METHOD" or "NULL" in after.argrepr
-                taken = i + len(chain)
+                last = i + len(chain)
                 roots[captured, name, tuple(chain), called] = None
             elif step.opname in _ATTRIBUTE:
-                if i > taken:
+                if i > last:
                     attributes.add(name)
             elif step.opname == "PUSH_EXC_INFO" and steps[i + 1].opname != "WITH_EXCEPT_START":
                 refused.append("what a try hides (under a trace other things raise)")
@@ -169,16 +169,17 @@ def _uses(code: types.CodeType) -> _Uses:
                 refused.append(_VERBS.get(step.opname, "{} ({})").format(name, step.opname.lower()))
     names = {name for _, name, _, _ in roots}
     measures = attributes & {"nelement", "numel", "shape", "size"}  # the tracer sees len() of a tensor itself
-    told = sorted(names & set(_TELLING) | attributes & set(_SHOWING)) + ["a formatted string"] * shown + ["is"] * same
-    if measures and told:  # a size is an int in a call, but a symbol under a tracer
-        refused.append(f"the type or text of sizes ({', '.join(told)})")
+    reveals = sorted(names & set(_REVEALING) | attributes & set(_REVEALING_ATTRIBUTES))
+    reveals += ["a formatted string"] * formats + ["is"] * same
+    if measures and reveals:  # a size is an int in a call, but a symbol under a tracer
+        refused.append(f"the type or text of sizes ({', '.join(reveals)})")
     operators.update(f"__{name}__" for name in names & {"abs", "divmod", "len", "pow", "reversed", "round"})
     return _Uses(tuple(roots), frozenset(attributes), frozenset(operators), tuple(dict.fromkeys(refused)))
 
 
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
-_TELLING = ("format", "isinstance", "issubclass", "repr", "str", "type")
-_SHOWING = ("__class__", "__format__", "__repr__", "__str__", "format")
+_REVEALING = ("format", "isinstance", "issubclass", "repr", "str", "type")
+_REVEALING_ATTRIBUTES = ("__class__", "__format__", "__repr__", "__str__", "format")
 _VERBS = {
     "IMPORT_NAME": "{} (an import inside)",
     "IMPORT_FROM": "{} (an import inside)",
@@ -196,19 +197,19 @@ class _Walk:
         self.unknown: list[str] = []
         self.attributes: set[str] = set()
         self.operators: set[str] = set()
-        self.held: list[tuple[str, Any]] = []  # known functions and types on which a user could set attributes
+        self.settable: list[tuple[str, Any]] = []  # known functions and types on which a user could set attributes
         self.fields: set[str] = set()
-        self.floats = False
+        self.variable_floats = False
         self.typed = False  # whether it reads `type`: an attribute may then be a class's instead of a field
-        self.seen: dict[int, int] = {}
-        self.guards = current() or Guards()
+        self.numbers: dict[int, int] = {}  # by a function's id, when it was visited
+        self.guards = active_guards() or Guards()
 
-    def own(self, fn: Any) -> None:
-        """Guard a trusted function: the defaults of its options may still change."""
+    def trust(self, fn: Any) -> None:
+        """Guard a function that is not walked over: the defaults of its options may still change."""
         if type(fn) is types.FunctionType:
             self.guards.function(fn)
         else:
-            self.guards.steady = False
+            self.guards.checkable = False
 
     def finish(self) -> tuple[str, ...]:
         every = self.attributes | self.operators
@@ -216,32 +217,32 @@ class _Walk:
             self.guards.attribute(torch.Tensor, name)
         for name in self.operators:
             self.guards.entry(vars(torch.Tensor), name)
-        for label, x in self.held:
+        for label, x in self.settable:
             for name in self.attributes:
                 self.guards.entry(vars(x), name)
-                if vars(x).get(name) is not came_with(x, name):
+                if vars(x).get(name) is not original_attribute(x, name):
                     self.unknown.append(f"{label}.{name} (an attribute of {_what(x)})")
-        odd = sorted(self.attributes - allowed_attributes() - (set() if self.typed else self.fields))
-        changed = [f"torch.Tensor.{x} (not torch's own)" for x in sorted(every) if not is_torchs(x)]
-        return tuple(dict.fromkeys([*self.unknown, *(f".{name}" for name in odd), *changed]))
+        others = sorted(self.attributes - allowed_attributes() - (set() if self.typed else self.fields))
+        patched = [f"torch.Tensor.{x} (not torch's own)" for x in sorted(every) if not is_unpatched(x)]
+        return tuple(dict.fromkeys([*self.unknown, *(f".{name}" for name in others), *patched]))
 
     def value(self, name: str, x: Any, called: bool = False) -> Any:
         """The key of a value that is read or, with `called`, only called; an unknown value is noted by name."""
         key = plain_key(x)
         if key is not None:
-            self.guards.steady &= is_fixed(x)
-            self.floats |= not isinstance(x, _WHOLE)
+            self.guards.checkable &= is_fixed(x)
+            self.variable_floats |= not isinstance(x, _NO_FLOATS)
             self.fields.update(("name", "value") if isinstance(x, enum.Enum) else fields_of(type(x)) or ())
             return key
         self.typed |= x is type
         if id(x) in allowed() or (isinstance(x, OpOverload | OpOverloadPacket) and is_aten(x)):
             if not called and hasattr(x, "__dict__") and x is not torch.Tensor and not is_immutable(x):
-                self.held.append((name, x))
-            return Same(x)
-        if ours(x):
-            self.own(x)
-            self.floats |= bool(x.__kwdefaults__)
-            return own_key(x)
+                self.settable.append((name, x))
+            return ByIdentity(x)
+        if is_ours(x):
+            self.trust(x)
+            self.variable_floats |= bool(x.__kwdefaults__)
+            return key_of_ours(x)
         if type(x) is types.FunctionType:
             return self.function(x)
         if type(x) is functools.partial:
@@ -255,12 +256,12 @@ class _Walk:
         if type(x) is tuple or isinstance(x, types.UnionType):
             return (type(x), *(self.value(name, y) for y in tuple(getattr(x, "__args__", x))))  # type: ignore[arg-type]
         self.unknown.append(f"{name or name_of(x)} ({_what(x)})")
-        return Same(x)
+        return ByIdentity(x)
 
     def function(self, fn: types.FunctionType) -> Any:
-        if id(fn) in self.seen:
-            return self.seen[id(fn)]
-        self.seen[id(fn)] = len(self.seen)
+        if id(fn) in self.numbers:
+            return self.numbers[id(fn)]
+        self.numbers[id(fn)] = len(self.numbers)
         self.guards.function(fn)
         uses = _uses(fn.__code__)
         self.unknown += uses.refused
@@ -277,14 +278,14 @@ class _Walk:
                     self.guards.global_of(fn, name)
                     x = _global(fn, name)
             except (ValueError, KeyError):  # not assigned yet
-                self.guards.steady = False
+                self.guards.checkable = False
                 self.unknown.append(f"{name} (not assigned yet)")
                 continue
             items.append(self.follow(name, x, chain, called))
-        own = [(k, self.value(f"{fn.__name__}.{k}", x)) for k, x in sorted(vars(fn).items()) if k not in _DECLARED]
+        fields = [(k, self.value(f"{fn.__name__}.{k}", x)) for k, x in sorted(vars(fn).items()) if k not in _DECLARED]
         defaults = [self.value("default", x) for x in fn.__defaults__ or ()]
-        named = [(k, self.value(f"default of {k}", x)) for k, x in sorted((fn.__kwdefaults__ or {}).items())]
-        return (fn.__code__, tuple(items), tuple(defaults), tuple(named), tuple(own))
+        options = [(k, self.value(f"default of {k}", x)) for k, x in sorted((fn.__kwdefaults__ or {}).items())]
+        return (fn.__code__, tuple(items), tuple(defaults), tuple(options), tuple(fields))
 
     def follow(self, name: str, x: Any, chain: tuple[str, ...], called: bool) -> Any:
         """The key of `name.attribute...`, resolved through modules and enums, whose attributes are like globals."""
@@ -292,20 +293,20 @@ class _Walk:
         while rest:
             if x is torch.ops or x is torch.ops.aten or isinstance(x, OpOverloadPacket):
                 self.guards.attribute(x, rest[0])
-                held: Any = {rest[0]: getattr(x, rest[0], None)}
+                entries: Any = {rest[0]: getattr(x, rest[0], None)}
             elif isinstance(x, types.ModuleType) and type(x).__getattribute__ is types.ModuleType.__getattribute__:
                 # not attributes of the module's type: Python looks at a property there first
-                held = {} if any(rest[0] in vars(kind) for kind in type(x).__mro__) else vars(x)
+                entries = {} if any(rest[0] in vars(kind) for kind in type(x).__mro__) else vars(x)
                 self.guards.attribute(x, "__class__")
-                self.guards.steady &= type(x) is types.ModuleType
+                self.guards.checkable &= type(x) is types.ModuleType
                 self.guards.entry(vars(x), rest[0])
             elif isinstance(x, enum.EnumMeta):
-                held, self.guards.steady = x.__members__, False
+                entries, self.guards.checkable = x.__members__, False
             else:
                 break
-            if rest[0] not in held:
+            if rest[0] not in entries:
                 break
-            x = held[rest[0]]
+            x = entries[rest[0]]
             name = f"{name}.{rest.pop(0)}"
         key = self.value(name, x, called and not rest)
         if rest and callable(x) and x is not torch.Tensor and not is_immutable(x):
@@ -334,4 +335,4 @@ def _what(x: Any) -> str:
 
 
 _DECLARED = frozenset({"__wrapped__", "__signature__", "per_segment", "returns"})  # read when a term is made
-_WHOLE = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
+_NO_FLOATS = (bool, int, str, bytes, type(None), torch.dtype, torch.device)

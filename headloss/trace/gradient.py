@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from headloss.bounded_cache import store
 from headloss.facts import CONSTANT, LOST, Fact
-from headloss.kept import keep
 from headloss.trace.classify import creates
 
 
 class Reach(NamedTuple):
     """What the gradient of a term's values reaches."""
 
-    path: bool  # a fact that has a gradient, or an input that requires grad
+    path: bool  # whether it reaches a fact that has a gradient, or an input that requires grad
     lost: tuple[Fact, ...] = ()  # facts that have no gradient
     captured: str = ""  # a captured tensor that requires grad
-    idle: bool = False  # the values depend on no fact and no input: an option makes them constant
+    idle: bool = False  # whether the values depend on no fact and no input: an option makes them constant
 
     @property
     def fine(self) -> bool:
@@ -32,20 +32,20 @@ class Reach(NamedTuple):
 
 
 def leaf(fact: Fact, x: Tensor) -> Tensor:
-    """A fact as a function gets it when gradients are needed: a leaf, which shows whether the gradient reaches it."""
+    """A fact as a function gets it when gradients are needed: a leaf, which shows whether a gradient reaches it."""
     return x.detach().requires_grad_() if fact.name not in CONSTANT or fact.name in LOST else x
 
 
 def reach_of(value: Tensor, facts: Mapping[Fact, Tensor], inputs: Sequence[Tensor]) -> Reach:
     """Walk from the values back to the leaves."""
-    known: dict[int, Any] = {id(x): fact for fact, x in facts.items()}
-    known |= {id(x): None for x in inputs}
+    fact_of: dict[int, Fact | None] = {id(x): fact for fact, x in facts.items()}
+    fact_of |= {id(x): None for x in inputs}
     path, captured, lost = False, "", []
     for x in _leaves(value):
-        if id(x) not in known:
+        if id(x) not in fact_of:
             captured = f"a tensor of shape {tuple(x.shape)}"
             break
-        fact = known[id(x)]
+        fact = fact_of[id(x)]
         if fact is not None and fact.name in LOST:
             lost.append(fact)
         else:
@@ -76,23 +76,23 @@ def is_idle(values: fx.Node, arguments: Sequence[fx.Node]) -> bool:
     while stack:
         node = stack.pop()
         if not creates(node):
-            more = [x for x in node.all_input_nodes if x not in seen]
-            seen.update(more)
-            stack += more
+            new = [x for x in node.all_input_nodes if x not in seen]
+            seen.update(new)
+            stack += new
     return seen.isdisjoint(arguments)
 
 
 def check_gradient(terms: Sequence[Any], grad: bool, untraced: Mapping[str, Reach] | None = None) -> None:
-    """Raise or warn if a gradient would be silently lost, going by traces and by `untraced` functions that have run."""
+    """Raise or warn if a gradient would be lost silently, by traces and by what `untraced` functions reached."""
     if all(t.trace.reach is not None and t.trace.reach.fine for t in terms):
         return
-    ways = {t.name: t.trace.reach for t in terms if t.trace.reach is not None} | dict(untraced or {})
-    if len(ways) < len(terms):
+    reaches = {t.name: t.trace.reach for t in terms if t.trace.reach is not None} | dict(untraced or {})
+    if len(reaches) < len(terms):
         return
     for t in terms:
-        _check_captured(_label(t), ways[t.name], t.trace.reason)
+        _check_captured(_label(t), reaches[t.name], t.trace.reason)
     if grad:
-        _check_paths(terms, ways)
+        _check_paths(terms, reaches)
 
 
 def check_elements(terms: Sequence[Any], device: torch.device) -> None:
@@ -124,27 +124,27 @@ def _check_captured(label: str, reach: Reach, reason: str) -> None:
         )
 
 
-def _check_paths(terms: Sequence[Any], ways: Mapping[str, Reach]) -> None:
+def _check_paths(terms: Sequence[Any], reaches: Mapping[str, Reach]) -> None:
     """Raise for a term that has no gradient, and warn about one that loses part of it.
 
     A term that an option makes constant is fine as long as another term has a gradient.  An untraced function may be
     constant in one call and not in the next, so we only warn about it.
     """
-    some = any(way.path for way in ways.values())
+    some = any(reach.path for reach in reaches.values())
     for t in terms:
-        label, fn, way = _label(t), t.call.fn, ways[t.name]
-        for fact in way.lost if way.path else ():
-            _say_once(
+        label, fn, reach = _label(t), t.call.fn, reaches[t.name]
+        for fact in reach.lost if reach.path else ():
+            _warn_once(
                 (fn, fact),
                 f"{label}: its gradient reaches {fact.name!r}, which has none, and that part is lost.  Write "
                 f"{fact.name}.detach() if it is meant to be constant",
             )
-        if way.path or (some and way.idle):
+        if reach.path or (some and reach.idle):
             continue
-        if some and t.trace.reach is None and not way.lost:
-            _say_once((fn, None), f"{label}: has no gradient in this call; it reads facts detached, or none")
+        if some and t.trace.reach is None and not reach.lost:
+            _warn_once((fn, None), f"{label}: has no gradient in this call; it reads facts detached, or none")
             continue
-        what = f"it reaches {way.lost[0].name!r}, which has none" if way.lost else "it reaches no fact and no input"
+        what = f"it reaches {reach.lost[0].name!r}, which has none" if reach.lost else "it reaches no fact and no input"
         raise ValueError(
             f"{label}: has no gradient: {what}.  A number to log belongs in metrics=...; weight=0 switches a term off"
         )
@@ -154,12 +154,12 @@ def _label(term: Any) -> str:
     return f"term {term.name!r} ({term.call.signature.name})"
 
 
-def _say_once(key: tuple[Any, Fact | None], message: str) -> None:
+def _warn_once(key: tuple[Any, Fact | None], message: str) -> None:
     key = (getattr(key[0], "__code__", None) or type(key[0]), key[1])
-    if key not in _SAID:
-        keep(_SAID, key, None, _MOST_SAID)
+    if key not in _WARNED:
+        store(_WARNED, key, None, _MOST_WARNED)
         warnings.warn(f"headloss: {message}", stacklevel=2)
 
 
-_SAID: dict[Any, None] = {}
-_MOST_SAID = 512
+_WARNED: dict[Any, None] = {}
+_MOST_WARNED = 512

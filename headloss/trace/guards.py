@@ -1,7 +1,7 @@
 """Guards: the dictionary entries, attributes and cells that a walk over a function read, and the objects found there.
 
-As long as the same immutable objects are there, another walk would give the same result.  We need the result of `reads`
-on every call, and checking the guards costs a tenth of the walk.
+As long as the same immutable objects are there, another walk would give the same result.  Every call needs the result
+of `reads_of`, and checking the guards costs a tenth of a walk.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ class Guards:
     """Where a walk looked, and what it found there."""
 
     def __init__(self) -> None:
-        self.looks: list[Callable[[], Any]] = []  # read a dictionary entry or attribute again
-        self.seen: list[Any] = []  # what each of them found
+        self.lookups: list[Callable[[], Any]] = []  # read a dictionary entry or attribute again
+        self.found: list[Any] = []  # what each of them found
         self.cells: list[tuple[Any, Any]] = []
-        self.held: list[Any] = []  # dictionaries that were read whole
-        self.sizes: list[int] = []  # and their lengths
-        self.steady = True  # False if the walk read something that guards cannot check
+        self.dicts: list[Any] = []  # dictionaries of which every entry was read
+        self.lengths: list[int] = []  # of these dictionaries
+        self.checkable = True  # False if the walk read something that guards cannot check
 
-    def entry(self, held: Mapping[Any, Any], name: Any) -> None:
-        self._look(functools.partial(held.get, name, _MISSING))
+    def entry(self, mapping: Mapping[Any, Any], name: Any) -> None:
+        self._record(functools.partial(mapping.get, name, _MISSING))
 
     def attribute(self, of: Any, name: str) -> None:
-        self._look(functools.partial(getattr, of, name, _MISSING))
+        self._record(functools.partial(getattr, of, name, _MISSING))
 
-    def _look(self, at: Callable[[], Any]) -> None:
-        self.looks.append(at)
-        self.seen.append(at())
+    def _record(self, lookup: Callable[[], Any]) -> None:
+        self.lookups.append(lookup)
+        self.found.append(lookup())
 
-    def all_of(self, held: Mapping[Any, Any] | None) -> None:
+    def all_of(self, mapping: Mapping[Any, Any] | None) -> None:
         """Guard a whole dictionary: its length and every entry."""
-        if held is not None:
-            self.held.append(held)
-            self.sizes.append(len(held))
-            for name in held:
-                self.entry(held, name)
+        if mapping is not None:
+            self.dicts.append(mapping)
+            self.lengths.append(len(mapping))
+            for name in mapping:
+                self.entry(mapping, name)
 
     def function(self, fn: Any) -> None:
         """Guard the parts of a function other than the globals and cells that its code names."""
@@ -65,8 +65,8 @@ class Guards:
             self.entry(builtins_of(fn), name)
 
     def hold(self) -> bool:
-        """Whether every place still holds the same object.  This runs on every call, so `looks` has no Python loop."""
-        if not all(map(operator.is_, map(operator.call, self.looks), self.seen)):
+        """Whether every place still holds the same object.  This runs on every call, so `map` loops over `lookups`."""
+        if not all(map(operator.is_, map(operator.call, self.lookups), self.found)):
             return False
         for cell, value in self.cells:
             try:
@@ -74,9 +74,9 @@ class Guards:
                     return False
             except ValueError:  # the cell is empty now
                 return False
-        if list(map(len, self.held)) != self.sizes:
+        if list(map(len, self.dicts)) != self.lengths:
             return False
-        return self.steady
+        return self.checkable
 
 
 def builtins_of(fn: Any) -> dict[str, Any]:
@@ -90,15 +90,15 @@ def is_fixed(x: Any) -> bool:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[Guards]:
+def record_guards() -> Iterator[Guards]:
     """Collect the guards of all walks inside this context, in this thread."""
-    before, guards = current(), Guards()
+    outer, guards = active_guards(), Guards()
     _RECORDING.guards = guards
     try:
         yield guards
     finally:
-        _RECORDING.guards = before
+        _RECORDING.guards = outer
 
 
-def current() -> Guards | None:
+def active_guards() -> Guards | None:
     return getattr(_RECORDING, "guards", None)

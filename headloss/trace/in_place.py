@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from headloss.trace.classify import unwatched
+from headloss.trace.classify import without_modes
 from headloss.trace.dynamic_shapes import trace_these_sizes
 
 Buffer = Callable[[str, torch.dtype], Tensor]  # one as large as the arguments, by name
@@ -24,7 +24,7 @@ class Step(NamedTuple):
     run: Any
     arguments: tuple[Any, ...]  # a string is the name of an argument or of an earlier result
     options: dict[str, Any]
-    out: tuple[str, str, torch.dtype] | None  # what the operation calls its output, and the buffer; None: it makes one
+    out: tuple[str, str, torch.dtype] | None  # its name for the output, and the buffer; None: it makes one
 
 
 class InPlace(NamedTuple):
@@ -34,14 +34,14 @@ class InPlace(NamedTuple):
     slope: str | None  # df/d(log p), or df/dp if `by_p`; None if p has no influence
     by_p: bool
 
-    def __call__(self, given: Mapping[str, Callable[[], Tensor]], buffer: Buffer) -> tuple[Tensor, Tensor | None]:
-        """The sum and the slope; `given` makes each argument, and is asked only for those that are read."""
-        held: dict[str, Any] = {name: given[name]() for name in self.reads}
+    def __call__(self, arguments: Mapping[str, Callable[[], Tensor]], buffer: Buffer) -> tuple[Tensor, Tensor | None]:
+        """The sum and the slope; `arguments` makes each argument that is read."""
+        values: dict[str, Any] = {name: arguments[name]() for name in self.reads}
         for step in self.steps:
-            arguments = [held[x] if type(x) is str else x for x in step.arguments]
+            operands = [values[x] if type(x) is str else x for x in step.arguments]
             out = {} if step.out is None else {step.out[0]: buffer(*step.out[1:])}
-            held[step.result] = step.run(*arguments, **step.options, **out)
-        return held[self.total], None if self.slope is None else held[self.slope]
+            values[step.result] = step.run(*operands, **step.options, **out)
+        return values[self.total], None if self.slope is None else values[self.slope]
 
 
 def in_place(fn: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> InPlace | None:
@@ -55,40 +55,40 @@ def in_place(fn: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> InPl
                 return (total,)
             return total.detach(), *torch.autograd.grad(total, leaf, torch.ones_like(total))
 
-    with unwatched():
+    with without_modes():
         logs = [torch.full((2, 3), x, dtype=dtype, device="cpu") for x in (-1.0, -1.1)]
         graph = trace_these_sizes(total_and_slope, logs).graph
-        known = _simplified(graph)
-        return _planned(graph, dict(zip(known, [*logs, *(x.exp() for x in logs)], strict=True)))
+        arguments = _simplified(graph)
+        return _steps_of(graph, dict(zip(arguments, [*logs, *(x.exp() for x in logs)], strict=True)))
 
 
 def _simplified(graph: fx.Graph) -> list[fx.Node]:
     """Read p and q where their logarithms are exponentiated, and make scalars of constants.  Returns the arguments."""
     logs = [x for x in graph.nodes if x.op == "placeholder"]
     with graph.inserting_after(logs[-1]):
-        known = [graph.placeholder(name) for name in ("q", "p")][::-1]
-    fixed: dict[fx.Node, Tensor] = {}
+        arguments = [graph.placeholder(name) for name in ("q", "p")][::-1]
+    constants: dict[fx.Node, Tensor] = {}
     for node in [x for x in graph.nodes if x.op == "call_function"]:
         run: Any = node.target
         ones = run is aten.ones_like.default
-        if ones or all(x in fixed for x in node.all_input_nodes):
+        if ones or all(x in constants for x in node.all_input_nodes):
             one = torch.ones((), dtype=torch.float64, device="cpu")
-            fixed[node] = one if ones else run(*_mapped(node, fixed), **node.kwargs)
+            constants[node] = one if ones else run(*_mapped(node, constants), **node.kwargs)
             continue
-        node.args = _mapped(node, {x: made.flatten()[0] for x, made in fixed.items()})
+        node.args = _mapped(node, {x: y.flatten()[0] for x, y in constants.items()})
         first, *more = node.args
         if node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(first)
         elif node.target is aten.exp.default and first in logs:
-            node.replace_all_uses_with(known[logs.index(first)])
+            node.replace_all_uses_with(arguments[logs.index(first)])
         elif node.target is aten.mul.Tensor and 1.0 in node.args:
             node.replace_all_uses_with(more[0] if first == 1.0 else first)
     graph.eliminate_dead_code()
-    return [*logs, *known]
+    return [*logs, *arguments]
 
 
-def _planned(graph: fx.Graph, values: dict[fx.Node, Tensor]) -> InPlace | None:
-    """`values`: of the arguments, as an example."""
+def _steps_of(graph: fx.Graph, values: dict[fx.Node, Tensor]) -> InPlace | None:
+    """`values`: the arguments with an example of each."""
     names = dict(zip(values, ("logp", "logq", "p", "q"), strict=True))
     nodes = [x for x in graph.nodes if x.op == "call_function"]
     outputs: Any = list(graph.nodes)[-1].args[0]
@@ -101,21 +101,21 @@ def _planned(graph: fx.Graph, values: dict[fx.Node, Tensor]) -> InPlace | None:
     if not isinstance(slope, fx.Node | None):
         return None
     last = {x: node for node in nodes for x in node.all_input_nodes}  # where each is read last
-    steps, rooms, free = list[Step](), dict[fx.Node, tuple[str, torch.dtype]](), list[tuple[str, torch.dtype]]()
+    steps, of, free = list[Step](), dict[fx.Node, tuple[str, torch.dtype]](), list[tuple[str, torch.dtype]]()  # buffers
     for node in nodes:
         run: Any = node.target
         example = run(*_mapped(node, values), **node.kwargs)
         values[node], names[node] = example, node.name
         out = None
         if example.shape == (2, 3):
-            found = _writes(run)
-            if found is None:
+            writing = _writes(run)
+            if writing is None:
                 return None
-            free += [rooms.pop(x) for x in node.all_input_nodes if last[x] is node and x is not slope and x in rooms]
-            fits = [room for room in free if room[1] == example.dtype]
-            rooms[node] = fits[-1] if fits else (f"step {len(steps)}", example.dtype)
-            free = [room for room in free if room != rooms[node]]
-            run, out = found[0], (found[1], *rooms[node])
+            free += [of.pop(x) for x in node.all_input_nodes if last[x] is node and x is not slope and x in of]
+            fits = [buffer for buffer in free if buffer[1] == example.dtype]
+            of[node] = fits[-1] if fits else (f"step {len(steps)}", example.dtype)
+            free = [buffer for buffer in free if buffer != of[node]]
+            run, out = writing[0], (writing[1], *of[node])
         steps.append(Step(node.name, run, _mapped(node, names), dict(node.kwargs), out))
     reads = {x for node in nodes for x in node.all_input_nodes} | {slope}
     return InPlace(
@@ -133,7 +133,7 @@ def _mapped(node: fx.Node, to: Mapping[fx.Node, Any]) -> Any:
 
 
 def _writes(operation: Any) -> tuple[Any, str] | None:
-    """The form of an operation that writes to a tensor, and how it calls that."""
+    """The overload of an operation that writes to a tensor, and the name of that argument."""
     wanted = [(a.name, str(a.type)) for a in operation._schema.arguments]
     packet = operation.overloadpacket
     for other in (getattr(packet, name) for name in packet.overloads()):

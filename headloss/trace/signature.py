@@ -19,28 +19,30 @@ from headloss.facts import FACTS, Fact
 from headloss.options import parameters_of
 from headloss.teachers import COMPARING as COMPARING
 from headloss.teachers import SPARSE, TOP
-from headloss.trace.function_reads import ours
+from headloss.trace.function_reads import is_ours
 
-# Arguments of a term: no option of a loss may have one of these names.
+# Arguments of a term, whose names no option of a loss may have.
 RESERVED = frozenset((
     "weight", "reduction", "reduction_segments", "temperature", "length", "row_weight", "facts", "inputs", "targets",
     "teacher", "tail", "top", "pure", "support",
 ))  # fmt: skip
 
-# Arguments of a call itself: an input of one of these names could never be passed.
-CALL = (
+# Arguments of a call itself: an input with one of these names could never be passed.
+CALL_NAMES = (
     "teacher", "targets", "segments", "num_items", "num_segments", "weights", "grad_scale", "host_read", "source",
     "self", "ids", "support",
 )  # fmt: skip
 
-ONLY = "teacher"  # our name for a teacher that was passed without one
-IDS = "ids="  # our name for candidates, the columns that `ids=` passes without a teacher; see `engine.derived_inputs`
+UNNAMED = "teacher"  # the name of a teacher that was passed without one
+CANDIDATES = (
+    "ids="  # our name for candidates, the columns that `ids=` passes without a teacher; see `engine.derived_inputs`
+)
 TEACHER_INPUTS = ("teacher_ids", "teacher_logprob")  # of a sparse teacher, (rows, K)
 
 
-def passed(teachers: Iterable[str]) -> list[str]:
-    """The teachers that the caller passed, without those that we made for the call."""
-    return [x for x in teachers if x != IDS and not x.startswith(("targets=", "top=", "whole=", "classes@"))]
+def passed_names(teachers: Iterable[str]) -> list[str]:
+    """The teachers that the caller passed, without those made for the call."""
+    return [x for x in teachers if x != CANDIDATES and not x.startswith(("targets=", "top=", "whole=", "classes@"))]
 
 
 CLASSES = {"class_weight": "class_weight of each target", "class_mean": "mean of class_weight"}
@@ -102,16 +104,16 @@ class Parameter(NamedTuple):
 
     @property
     def picked(self) -> bool:
-        """Whether it is a fact at a term's own target, which has one id per row, (R, 1)."""
+        """Whether it is a fact at a term's own target: such a teacher has one id per row, (R, 1)."""
         return self.name != "ids_logprob" and self.fact is not None and (self.fact.teacher or "").startswith("targets=")
 
     @property
     def key(self) -> str:
-        return key_of(self)
+        return input_key(self)
 
 
-def key_of(parameter: Parameter) -> str:
-    """The input's name in the call; a teacher's inputs carry its name, to keep teachers apart."""
+def input_key(parameter: Parameter) -> str:
+    """The input's name in the call; those of a teacher end in its name, so that teachers do not clash."""
     name = parameter.takes or parameter.name
     return name if parameter.teacher is None else f"{name} of {parameter.teacher}"
 
@@ -122,7 +124,7 @@ class Signature(NamedTuple):
     options: Mapping[str, Any]  # keyword-only parameters and their defaults
     per_segment: tuple[str, ...] | None = None  # inputs with one value per segment, if declared; see `layout`
     returns: str | None = None  # "row", "segment" or "pair": what a value belongs to, if the function declares it
-    real: bool = False  # a function of ours, whose formula is of real numbers: it gets its inputs as such
+    real: bool = False  # whether it is ours: our formulas get real numbers, those of users what was passed
 
     @property
     def facts(self) -> tuple[Fact, ...]:
@@ -144,14 +146,14 @@ def read_signature(
     top: int | None = None,
     classes: str | None = None,
 ) -> Signature:
-    """The signature of a loss, metric or row-weight function; `facts` names facts at temperatures of their own.
+    """The signature of a loss, metric or row-weight function; `facts` names facts at other temperatures.
 
     `compared_at`: the temperature of facts that compare with a teacher, if it differs from that of the others.
     `inputs`: parameters that take an input of another name; they are then required.  `ids`: the teacher whose ids the
     facts at ids use, unless the function takes a sparse teacher's own inputs.  `top`: how many of the likeliest columns
     the facts of the top cover.  `classes`: the teacher made from class weights.
     """
-    named, taken = dict(facts or {}), dict(inputs or {})
+    facts_left, inputs_left = dict(facts or {}), dict(inputs or {})
     name = function_name(fn)
     at = temperature if compared_at is None else compared_at
     parameters, options, asked, by_class = [], {}, parameters_of(fn), weighs_classes(fn)
@@ -169,7 +171,7 @@ def read_signature(
             options[p.name] = p.default
             continue
         if p.kind is p.POSITIONAL_ONLY:
-            raise TypeError(f"{name}: {p.name!r} can be given by position only, and losses get theirs by name; drop /")
+            raise TypeError(f"{name}: {p.name!r} is positional-only, but losses are called with names; drop /")
         optional = p.default is not p.empty
         if by_class and p.name in (*CLASSES, "class_cross_entropy"):
             if classes is not None:
@@ -179,8 +181,8 @@ def read_signature(
                     if p.name in CLASSES
                     else Parameter(p.name, "fact", optional, fact)
                 )
-        elif p.name in named:
-            parameters.append(Parameter(p.name, "fact", optional, named.pop(p.name)))
+        elif p.name in facts_left:
+            parameters.append(Parameter(p.name, "fact", optional, facts_left.pop(p.name)))
         elif p.name in ("divergence", "teacher_tail_logprob"):
             raise TypeError(f"{name}: no loss can ask for {p.name!r}; write it as a function of (logp, logq)")
         elif p.name in TOP:
@@ -188,44 +190,45 @@ def read_signature(
                 continue
             if top is None:
                 raise TypeError(f"{name}: asks for {p.name!r}; say of how many columns, hl.Term({name}, top=K)")
-            of = (teacher or ONLY) if "teacher_top_logprob" in asked else None
+            of = (teacher or UNNAMED) if "teacher_top_logprob" in asked else None
             parameters.append(Parameter(p.name, "fact", optional, Fact(p.name, at, top_of(top, of))))
         elif p.name in COMPARING:
             whose = ids if p.name in SPARSE else teacher
-            parameters.append(Parameter(p.name, "fact", optional, Fact(p.name, at, whose or ONLY)))
+            parameters.append(Parameter(p.name, "fact", optional, Fact(p.name, at, whose or UNNAMED)))
         elif p.name in FACTS:
             parameters.append(Parameter(p.name, "fact", optional, Fact(p.name, temperature)))
         elif p.name in TEACHER_INPUTS:
-            parameters.append(Parameter(p.name, "input", optional, teacher=teacher or ONLY))
-        elif p.name == "ids" and p.name not in taken:
-            parameters.append(Parameter(p.name, "input", optional, teacher=IDS, takes="teacher_ids"))
-        elif p.name in ("segments", "targets") and p.name not in taken:
+            parameters.append(Parameter(p.name, "input", optional, teacher=teacher or UNNAMED))
+        elif p.name == "ids" and p.name not in inputs_left:
+            parameters.append(Parameter(p.name, "input", optional, teacher=CANDIDATES, takes="teacher_ids"))
+        elif p.name in ("segments", "targets") and p.name not in inputs_left:
             parameters.append(Parameter(p.name, p.name, optional))
-        elif p.name in CALL and p.name not in taken:
+        elif p.name in CALL_NAMES and p.name not in inputs_left:
             raise TypeError(f"{name}: parameter {p.name!r} is a name that belongs to the call itself; rename it")
         else:
-            takes = taken.pop(p.name, None)
+            takes = inputs_left.pop(p.name, None)
             parameters.append(Parameter(p.name, "input", optional and takes is None, takes=takes))
-    for wrong in taken:
-        there = [p.name for p in parameters if p.kind == "input" and p.teacher is None]
+    for wrong in inputs_left:
+        known = [p.name for p in parameters if p.kind == "input" and p.teacher is None]
         raise TypeError(
-            f"inputs: {wrong!r} is none of the inputs of {name} ({', '.join(there) or 'it has none'})"
-            f"{suggest(wrong, there)}"
+            f"inputs: {wrong!r} is none of the inputs of {name} ({', '.join(known) or 'it has none'})"
+            f"{suggest(wrong, known)}"
         )
-    if named:
-        raise TypeError(f"{name}: facts={sorted(named)} are not among its parameters {[p.name for p in parameters]}")
-    said = _per_segment(fn, name, parameters), _returns(fn, name)
-    return Signature(name, tuple(parameters), options, *said, _is_real(fn))
+    if facts_left:
+        known = [p.name for p in parameters]
+        raise TypeError(f"{name}: facts={sorted(facts_left)} are not among its parameters {known}")
+    per_segment, returns = _per_segment(fn, name, parameters), _returns(fn, name)
+    return Signature(name, tuple(parameters), options, per_segment, returns, is_ours(_innermost(fn)))
 
 
 def _check_injected(fn: Callable[..., Any], name: str, p: inspect.Parameter) -> None:
-    """An option without a value of its own that has the name of something that losses are given was meant to be it."""
+    """Raise for an option without a default that has the name of a fact or input: it was meant to be that."""
     bound = fn.keywords if isinstance(fn, functools.partial) else {}
-    given = p.name in FACTS or p.name in ("segments", *TEACHER_INPUTS)
-    if given and p.name != "divergence" and p.default in (None, p.empty) and p.name not in bound:
+    injected = p.name in FACTS or p.name in ("segments", *TEACHER_INPUTS)
+    if injected and p.name != "divergence" and p.default in (None, p.empty) and p.name not in bound:
         raise TypeError(
-            f"{name}: {p.name!r} is keyword-only, which makes it an option, and no option is given what has this name; "
-            f"put it before the *, or rename it"
+            f"{name}: {p.name!r} is keyword-only, which makes it an option, but it has the name of something that is "
+            f"injected; put it before the *, or rename it"
         )
 
 
@@ -235,36 +238,31 @@ def weighs_classes(fn: Callable[..., Any]) -> bool:
 
 
 def _per_segment(fn: Callable[..., Any], name: str, parameters: Iterable[Parameter]) -> tuple[str, ...] | None:
-    said = _said(fn, "per_segment")
-    if said is None:
+    names = getattr(_innermost(fn), "per_segment", None)
+    if names is None:
         return None
-    if isinstance(said, str) or not isinstance(said, Iterable) or not all(isinstance(x, str) for x in (*said,)):
-        raise TypeError(f"{name}.per_segment: wanted a tuple of names of its inputs, got {said!r}")
+    if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(x, str) for x in (*names,)):
+        raise TypeError(f"{name}.per_segment: wanted a tuple of names of its inputs, got {names!r}")
     inputs = [p.name for p in parameters if p.kind == "input" and p.teacher is None]
-    for x in said:
+    for x in names:
         if x not in inputs and not isinstance(fn, functools.partial):
-            there = ", ".join(inputs) or "none"
-            raise ValueError(f"{name}.per_segment: {x!r} is none of its inputs ({there}){suggest(x, inputs)}")
-    return tuple(said)
+            known = ", ".join(inputs) or "none"
+            raise ValueError(f"{name}.per_segment: {x!r} is none of its inputs ({known}){suggest(x, inputs)}")
+    return tuple(names)
 
 
 def _returns(fn: Callable[..., Any], name: str) -> str | None:
-    said = _said(fn, "returns")
-    if said not in (None, "row", "segment", "pair"):
-        raise ValueError(f'{name}.returns: wanted "row", "segment" or "pair", got {said!r}')
-    return said
+    kind = getattr(_innermost(fn), "returns", None)
+    if kind not in (None, "row", "segment", "pair"):
+        raise ValueError(f'{name}.returns: wanted "row", "segment" or "pair", got {kind!r}')
+    return kind
 
 
-def _is_real(fn: Any) -> bool:
+def _innermost(fn: Any) -> Any:
+    """The function inside of any `functools.partial`s."""
     while isinstance(fn, functools.partial):
         fn = fn.func
-    return ours(fn)
-
-
-def _said(fn: Any, attribute: str) -> Any:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, attribute, None)
+    return fn
 
 
 def function_name(fn: Callable[..., Any]) -> str:

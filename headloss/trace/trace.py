@@ -24,32 +24,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from headloss.bounded_cache import store
 from headloss.facts import CONSTANT, Fact
-from headloss.kept import keep
 from headloss.segments import Segments, WrongLengthError
 from headloss.teachers import TOP
 from headloss.trace.call import Call, Env, WritesError, WrongValueError, WrongWeightError, writes_message
-from headloss.trace.classify import classify, counts_rows, only, reach, size, unwatched, written
-from headloss.trace.dynamic_shapes import trace_any_size, unlike
-from headloss.trace.function_reads import all_our_code, ours
+from headloss.trace.classify import ancestors, classify, counts_rows, size, subgraph, without_modes, written_arguments
+from headloss.trace.dynamic_shapes import distinct_sizes, trace_any_size
+from headloss.trace.function_reads import is_all_ours, is_ours
 from headloss.trace.gradient import Reach, is_idle, leaf, reach_of
-from headloss.trace.trace_check import SIZES, agrees, drawn
+from headloss.trace.trace_check import SIZES, agrees, random_like
 
-PAIRS = -1  # in a shape: as many as there are pairs, a number that no trace depends on
+PAIRS = -1  # in a shape: the number of pairs, on which no trace depends
 
 
-class Shape(NamedTuple):
-    """What a trace needs to know about an input: how it is laid out, and whether it requires grad."""
+class InputSpec(NamedTuple):
+    """What a trace needs to know about an input: its layout, and whether it requires grad."""
 
     kind: str  # "row", "segment", "scalar" or "whole"
     dtype: torch.dtype
-    rest: tuple[int, ...]  # the dimensions after the first (row, segment) or all of them (whole)
+    inner: tuple[int, ...]  # the dimensions after the first (row, segment) or all of them (whole)
     requires_grad: bool = False
 
     def sizes(self, rows: int, segments: int, pairs: int) -> tuple[int, ...]:
-        """The shape of an example with so many of each."""
+        """The shape of an example with these numbers of rows, segments and pairs."""
         lead = {"row": (rows,), "segment": (segments,)}.get(self.kind, ())
-        return (*lead, *[pairs if n == PAIRS else n for n in self.rest])
+        return (*lead, *[pairs if n == PAIRS else n for n in self.inner])
+
+
+InputSpecs = Mapping[str, InputSpec]
 
 
 class Trace(NamedTuple):
@@ -57,52 +60,51 @@ class Trace(NamedTuple):
 
     kind: str  # "row", "segment" or "batch"
     reason: str
-    value: str | None  # the values belong to a "row", a "segment" or "other"; None if untraced
-    cotangents: fx.GraphModule | None
-    joint: fx.GraphModule | None
-    floats: bool = True  # whether its literals may differ in other calls, so that a kernel takes them as arguments
+    value: str | None = None  # the values belong to a "row", a "segment" or "other"; None if untraced
+    cotangents: fx.GraphModule | None = None
+    joint: fx.GraphModule | None = None
+    variable_floats: bool = True  # whether literals may differ in other calls: a kernel then takes them as arguments
     unused: frozenset[Fact] = frozenset()  # facts that it asks for but, with these options, never reads
     metrics: Mapping[str, str] = {}  # "row", "segment" or "other" for each of its metrics
     sums: tuple[int, int] = (0, 0)  # how often it sums over segments, forward and backward
     reach: Reach | None = None  # where its gradient goes; None if untraced
-    apart: bool = False  # whether its loss combines no rows, so that a row of weight 0 gets no gradient at all
+    row_by_row: bool = False  # whether the loss combines no rows, so that a row of weight 0 gets no gradient at all
 
 
 def trace(
-    call: Call, inputs: Mapping[str, Shape], dtype: torch.dtype, device: str, segmented: bool, targetless: bool = False
+    call: Call, inputs: InputSpecs, dtype: torch.dtype, device: str, segmented: bool, targetless: bool = False
 ) -> Trace:
     """The trace of a term, from a cache keyed by everything that the function reads and by the shape of the call."""
     device = "cpu" if device == "meta" else device  # on meta, some operations lose their derivative
-    how, apart = (dtype, device, segmented, targetless), False
+    how, row_by_row = (dtype, device, segmented, targetless), False
     if call.row_weights:
-        alone = call._replace(row_weights=())
-        taken = {n: s for n, s in inputs.items() if n in alone.input_names}
-        apart = trace(alone, taken, *how).kind == "row"
-    found = call.reads()
-    if found.unknown:
-        return Trace("batch", f"reads {', '.join(found.unknown)}", None, None, None, apart=apart)
+        unweighted = call._replace(row_weights=())
+        its_inputs = {n: s for n, s in inputs.items() if n in unweighted.input_names}
+        row_by_row = trace(unweighted, its_inputs, *how).kind == "row"
+    reads = call.reads()
+    if reads.unknown:
+        return Trace("batch", f"reads {', '.join(reads.unknown)}", row_by_row=row_by_row)
     alike = _alike(call.facts)
     plain = lambda p: p if p.fact is None else p._replace(fact=alike[p.fact])
     shape = (tuple([tuple(map(plain, s.parameters)) for s in call.signatures]), tuple(sorted(inputs.items())), how)
-    elements = [f.element for f in call.facts if f.element is not None and not ours(f.element.fn)]
+    elements = [f.element for f in call.facts if f.element is not None and not is_ours(f.element.fn)]
     if any(e.pure or e.reads().unknown for e in elements):  # a key would keep what they read alive
-        return _trace(call, apart, inputs, *how)
-    made = _TRACES.get((found.key, shape))
-    if made is None:
-        _count_trace(call, (shape, *[getattr(e.fn, "__code__", None) for e in elements]))
-        made = _trace(call, apart, inputs, *how)._replace(floats=found.floats)
-        if call.reads().key != found.key:  # another thread changed it meanwhile, so the trace may be of either
-            return made
-        keep(_TRACES, (found.key, shape), _renamed(made, alike), _MOST_TRACES)
-        return made
-    return _renamed(made, {y: x for x, y in alike.items()})
+        return _trace(call, row_by_row, inputs, *how)
+    cached = _TRACES.get((reads.key, shape))
+    if cached is not None:
+        return _renamed(cached, {y: x for x, y in alike.items()})
+    _count_trace(call, (shape, *[getattr(e.fn, "__code__", None) for e in elements]))
+    made = _trace(call, row_by_row, inputs, *how)._replace(variable_floats=reads.variable_floats)
+    if call.reads().key == reads.key:  # else another thread changed it meanwhile, so the trace may be of either
+        store(_TRACES, (reads.key, shape), _renamed(made, alike), _MOST_TRACES)
+    return made
 
 
 def _alike(facts: Sequence[Fact]) -> dict[Fact, Fact]:
     """Facts for a key: without temperatures, except for which are the same, since no trace depends on more, and without
     a user's divergence, whose own reads are in the key already."""
     at = {T: float(i) for i, T in enumerate(dict.fromkeys(f.temperature for f in facts))}
-    plain = lambda e: None if e is None or not ours(e.fn) else e
+    plain = lambda e: None if e is None or not is_ours(e.fn) else e
     return {f: f._replace(temperature=at[f.temperature], element=plain(f.element)) for f in facts}
 
 
@@ -112,9 +114,9 @@ def _renamed(trace: Trace, facts: Mapping[Fact, Fact]) -> Trace:
 
 
 def _count_trace(call: Call, shape: tuple[Any, ...]) -> None:
-    """Warn if a function is traced again and again although only a number of its own can have changed."""
-    seen = (getattr(call.fn, "__code__", None), *shape)
-    if keep(_TRACED, seen, _TRACED.get(seen, 0) + 1, _MOST_TRACES) == _TOO_OFTEN:
+    """Warn if a function is traced again and again although only a number that it reads can have changed."""
+    key = (getattr(call.fn, "__code__", None), *shape)
+    if store(_TRACED, key, _TRACED.get(key, 0) + 1, _MOST_TRACES) == _TOO_OFTEN:
         warnings.warn(
             f"headloss: {call.signature.name} has been traced {_TOO_OFTEN} times, which costs time whenever it "
             f"happens: an option, or a number that it captures, keeps changing; make it an input (inputs may be "
@@ -185,33 +187,33 @@ def _rebuild(
     call: Call, names: Sequence[str], segmented: bool, targetless: bool, tally: list[int], flat: Sequence[Any]
 ) -> tuple[Env, dict[str, Any]]:
     """The function's environment, and the seeds, from the flat arguments of the graph."""
-    rest = list(flat)
-    facts = {f: rest.pop(0) for f in call.facts}
-    inputs = {n: rest.pop(0) for n in names}
-    targets = rest.pop(0) if not targetless and call.wants("targets") else None
+    remaining = list(flat)
+    facts = {f: remaining.pop(0) for f in call.facts}
+    inputs = {n: remaining.pop(0) for n in names}
+    targets = remaining.pop(0) if not targetless and call.wants("targets") else None
     segments = None
     if segmented and call.wants("segments"):
-        ids, counts, num_segments = rest.pop(0), rest.pop(0), rest.pop(0)
+        ids, counts, num_segments = remaining.pop(0), remaining.pop(0), remaining.pop(0)
         segments = _Tallied(ids, num_segments, counts, tally)
-    return Env(facts, inputs, targets, segments), {"row": rest.pop(0), "segment": rest.pop(0)}
+    return Env(facts, inputs, targets, segments), {"row": remaining.pop(0), "segment": remaining.pop(0)}
 
 
-def _trace(call: Call, apart: bool, *how: Any) -> Trace:
+def _trace(call: Call, row_by_row: bool, *how: Any) -> Trace:
     try:
-        with torch.no_grad(), unwatched():
-            return _trace_once(call, apart, *how)
+        with torch.no_grad(), without_modes():
+            return _trace_once(call, row_by_row, *how)
     except (WrongValueError, WrongWeightError, WrongLengthError, WritesError):
         raise
     except (MemoryError, RecursionError, torch.OutOfMemoryError, Warning):
         raise  # not the function's fault: another call may succeed
     except Exception as error:  # whatever a user's function raises under a tracer: we then call it untraced
-        return Trace("batch", f"cannot be traced ({_first_line(error)})", None, None, None, apart=apart)
+        return Trace("batch", f"cannot be traced ({_first_line(error)})", row_by_row=row_by_row)
 
 
-def _fact_shape(fact: Fact, R: int, inputs: Mapping[str, Shape]) -> tuple[int, ...]:
+def _fact_shape(fact: Fact, R: int, inputs: InputSpecs) -> tuple[int, ...]:
     """(R,), or (R, K) for a fact at ids or at the likeliest columns."""
     wide = fact.name in ("ids_logprob", "ids_logit") or fact.name in TOP
-    return (R, *inputs[f"teacher_ids of {fact.teacher}"].rest) if wide else (R,)
+    return (R, *inputs[f"teacher_ids of {fact.teacher}"].inner) if wide else (R,)
 
 
 def _fact_dtype(fact: Fact, dtype: torch.dtype) -> torch.dtype:
@@ -224,8 +226,8 @@ def _first_line(error: Exception) -> str:
 
 def _trace_once(
     call: Call,
-    apart: bool,
-    inputs: Mapping[str, Shape],
+    row_by_row: bool,
+    inputs: InputSpecs,
     dtype: torch.dtype,
     device: str,
     segmented: bool,
@@ -233,13 +235,12 @@ def _trace_once(
 ) -> Trace:
     names = [n for n in call.input_names if n in inputs]
     wanted = [n for n in names if inputs[n].requires_grad]
-    taken = {d for shape in inputs.values() for d in shape.rest}
-    R, S, P, *others = unlike(taken)[:6]
-    found: dict[str, Any] = {}
+    R, S, P, *others = distinct_sizes({d for spec in inputs.values() for d in spec.inner})[:6]
+    found: dict[str, Any] = {}  # what the last run of `joint` found
     kinds: dict[str, str] = {}
     tally = [0, 0]
 
-    gated = [n for n in names if inputs[n].kind == "row"] if apart else None
+    row_inputs = [n for n in names if inputs[n].kind == "row"] if row_by_row else None
     sizes = {R: "row", S: "segment"}
 
     def kind_of(x: Tensor) -> str:
@@ -249,13 +250,13 @@ def _trace_once(
         env, seeds = _rebuild(call, names, segmented, targetless, tally, flat)
         with torch.enable_grad():
             facts = {f: leaf(f, x) for f, x in env.facts.items()}
-            given: dict[str, Any] = {
+            x_of: dict[str, Any] = {
                 n: x.detach().requires_grad_() if x is not None and n in wanted else x for n, x in env.inputs.items()
             }
-            value, metrics = call(env._replace(facts=facts, inputs=given), gated)
-            leaves = [facts[f] for f in _differentiable(call)] + [given[n] for n in wanted]
+            value, metrics = call(env._replace(facts=facts, inputs=x_of), row_inputs)
+            leaves = [facts[f] for f in _differentiable(call)] + [x_of[n] for n in wanted]
             found["value"] = kind_of(value)
-            found["way"] = reach_of(value, facts, [given[n] for n in wanted])
+            found["reach"] = reach_of(value, facts, [x_of[n] for n in wanted])
             kinds.update({k: kind_of(m) if isinstance(m, Tensor) else "other" for k, m in metrics.items()})
             seed = seeds.get(found["value"], torch.ones_like(value)).to(value.dtype)
             grads: Sequence[Tensor | None] = [None] * len(leaves)
@@ -284,7 +285,7 @@ def _trace_once(
 
     takes_targets, takes_segments = not targetless and call.wants("targets"), segmented and call.wants("segments")
     ids_at = len(call.facts) + len(names) + takes_targets if takes_segments else None  # index among the arguments
-    all_ours = all(all_our_code(fn) for fn in call.functions)
+    all_ours = all(is_all_ours(fn) for fn in call.functions)
 
     def zeros(choice: int, device: str) -> list[Any]:
         r, s, p = others if choice else (R, S, P)
@@ -298,13 +299,13 @@ def _trace_once(
     parameters = [*map(str, call.facts), *names]  # in the graph's order
     if takes_targets:
         parameters.append("targets")
-    for node in written(graph.graph):
+    for node in written_arguments(graph.graph):
         at = placeholders.index(node)
         raise WritesError(writes_message(call.signature.name, parameters[at] if at < len(parameters) else "segments"))
     kind, reason = classify(graph, R, S, ids_at)
     if found["value"] == "other" and kind != "batch":
         kind, reason = "batch", "its values belong to neither rows nor segments"
-    value_kind, way, sums = found["value"], found["way"], (tally[0], tally[1])
+    value_kind, reach, sums = found["value"], found["reach"], (tally[0], tally[1])
     if kind != "batch" and not all_ours:
         generator = torch.Generator("cpu").manual_seed(0)
 
@@ -312,19 +313,19 @@ def _trace_once(
             for r, s in SIZES:
                 sizes.clear()
                 sizes.update({r: "row", s: "segment"})
-                yield example(r, s, 2, lambda like, shape: drawn(like, shape, generator))
+                yield example(r, s, 2, lambda like, shape: random_like(like, shape, generator))
 
-        told = dict(kinds)
+        traced_kinds = dict(kinds)
         if not agrees(graph, joint, examples()):
             kind, reason = "batch", "its trace does not do what it does itself"
-        kinds = told
-    cotangents = only(graph, lambda out: tuple(out[1])) if kind != "batch" else None
+        kinds = traced_kinds
+    cotangents = subgraph(graph, lambda out: tuple(out[1])) if kind != "batch" else None
     outputs: Any = graph.graph.output_node().args[0]
-    way = way._replace(idle=is_idle(outputs[0], placeholders[:-2]))
-    needed = reach(outputs)
+    reach = reach._replace(idle=is_idle(outputs[0], placeholders[:-2]))
+    needed = ancestors(outputs)
     unused = frozenset(f for f, node in zip(call.facts, placeholders, strict=False) if node not in needed)
     if kind == "batch":
-        unused = frozenset()  # it runs as it is, untraced, and may take another branch than here
+        unused = frozenset()  # it is called untraced, and may take another branch than here
     if counts_rows(graph):
-        way = None
-    return Trace(kind, reason, value_kind, cotangents, graph, True, unused, kinds, sums, way, apart)
+        reach = None
+    return Trace(kind, reason, value_kind, cotangents, graph, True, unused, kinds, sums, reach, row_by_row)

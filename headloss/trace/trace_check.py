@@ -1,4 +1,4 @@
-"""Check a trace against the function it was made from: run both once on small tensors of real numbers and compare.
+"""Check a trace against its function: run both once on small tensors of real numbers and compare.
 
 Python code can tell a tracer's tensors and sizes from real ones (`isinstance(x.shape[0], int)`, a `try` around what a
 tracer refuses), treat one row differently from many, or change in place what it reads under another name.  Its
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from headloss.trace.classify import only
+from headloss.trace.classify import subgraph
 
 SIZES = ((5, 3), (1, 2), (4, 1))  # rows and segments: several of both, one row, one segment
 
@@ -25,14 +25,14 @@ def agrees(graph: fx.GraphModule, function: Callable[..., Any], examples: Iterab
 
     The graph as it will run, cut down to what its outputs need: a change in place may not be part of that.
     """
-    graph = only(graph, lambda out: out)
+    graph = subgraph(graph, lambda out: out)
     with _disable_current_modes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about numbers that we made up
         return all(_same(graph(*x), function(*x)) for x in examples)
 
 
-def drawn(like: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Numbers like those that losses see: floats negative like log-probabilities, integers 0 like ids, bools mixed."""
+def random_like(like: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Numbers like those that losses get: floats negative like log-probabilities, integers 0 like ids, bools mixed."""
     if like.dtype == torch.bool:
         x = torch.rand(tuple(shape), generator=generator, dtype=torch.float32, device="cpu") < 0.5
     elif like.dtype.is_floating_point:

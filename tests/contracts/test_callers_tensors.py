@@ -152,7 +152,7 @@ def test_metrics_are_of_the_numbers_that_the_call_was_given() -> None:
 
 
 def test_metrics_that_nobody_reads_are_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics.Batch, "_reduce", lambda *a: 1 / 0)
+    monkeypatch.setattr(metrics.MetricGroup, "_reduce", lambda *a: 1 / 0)
     out = objective(ce=cross_entropy)(hl.Logits(torch.randn(5, 7)), torch.arange(5))
     with pytest.raises(ZeroDivisionError):
         float(out.metrics["ce/perplexity"])

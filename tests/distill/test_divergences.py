@@ -167,7 +167,7 @@ def test_second_looks_at_several_temperatures() -> None:
 )
 def test_a_pull_where_p_and_q_are_known(fn, known, monkeypatch):
     """Of functions of headloss too, whatever they read of log p: as autograd on the logits has it."""
-    monkeypatch.setattr("headloss.divergence.ours", lambda _: known)
+    monkeypatch.setattr("headloss.divergence.is_ours", lambda _: known)
     torch.manual_seed(0)
     z, u = torch.randn(3, 11, dtype=torch.float64, requires_grad=True), torch.randn(3, 11, dtype=torch.float64)
     logp, logq = z.log_softmax(-1), u.log_softmax(-1)

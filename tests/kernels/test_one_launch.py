@@ -299,7 +299,8 @@ def test_while_a_graph_is_captured_metrics_are_part_of_it(monkeypatch):
         for module in (one_launch, hl.metrics):
             monkeypatch.setattr(module, "is_capturing", lambda captured=captured: captured)
         metric = mix("triton")(source, batch.targets, **batch.inputs).metrics["entropy"]
-        assert isinstance(metric._parts[0], hl.metrics.Batch) and (metric._parts[0].held is None) == captured
+        group = metric._parts[0]
+        assert isinstance(group, hl.metrics.MetricGroup) and (group.unreduced is None) == captured
 
 
 @inside

@@ -46,10 +46,10 @@ def test_compiles_for_hopper_without_spills(how, ranks, teacher_count, tmp_path)
     from headloss.backends.triton import settle
     from headloss.backends.triton.printer.segments import lower
     from headloss.facts import Want
-    from headloss.trace.trace import Shape, trace
+    from headloss.trace.trace import InputSpec, trace
 
-    shapes = {n: Shape("row", torch.float32, ()) for n in ("advantage", "old_logprob", "ref_logprob")}
-    shapes["desirable"] = Shape("segment", torch.bool, ())
+    shapes = {n: InputSpec("row", torch.float32, ()) for n in ("advantage", "old_logprob", "ref_logprob")}
+    shapes["desirable"] = InputSpec("segment", torch.bool, ())
     terms = {"rl": gspo, "kto": kto, "ce": cross_entropy}
     terms |= {"kd": hl.Term(reverse_kl, teacher="a")} if teacher_count else {}
     terms |= {"j": hl.Term(jsd, teacher="b"), "same": hl.Term(with_agreement, teacher="b")} if teacher_count > 1 else {}

@@ -270,7 +270,7 @@ from headloss import Term  # noqa: E402
 from headloss.backends.triton.printer.program import lower  # noqa: E402
 from headloss.losses import cross_entropy, entropy_bonus, focal, grpo, z_loss  # noqa: E402
 from headloss.metrics import read_metrics  # noqa: E402
-from headloss.trace.trace import Shape as Layout  # noqa: E402
+from headloss.trace.trace import InputSpec as Layout  # noqa: E402
 from headloss.trace.trace import trace  # noqa: E402
 
 
@@ -401,7 +401,7 @@ def printed_kernel(x, y, n, out, FN: triton.language.constexpr):
 from headloss import Logits, Sparse  # noqa: E402
 from headloss.engine.plan import _ids  # noqa: E402
 from headloss.losses import forward_kl, reverse_kl  # noqa: E402
-from headloss.trace.signature import ONLY  # noqa: E402
+from headloss.trace.signature import UNNAMED  # noqa: E402
 
 
 def flat(ids_logprob, teacher_logprob, tail_logprob):
@@ -412,9 +412,9 @@ def with_teacher(V=128256, metrics=(), *, ids=0, dtype="bf16", **terms):
     """The same with a teacher, dense or of `ids` ids per row."""
     one = torch.zeros(1, V, device="meta")
     teacher_chunk = Sparse(torch.zeros(1, ids, dtype=torch.long), torch.zeros(1, ids)) if ids else Logits(one)
-    calls = {name: term.call(None, {ONLY: teacher_chunk}) for name, term in terms.items()}
+    calls = {name: term.call(None, {UNNAMED: teacher_chunk}) for name, term in terms.items()}
     layouts = {n: Layout("row", torch.float32, ()) for call in calls.values() for n in call.input_names}
-    layouts |= _ids(Logits(one), {ONLY: teacher_chunk})
+    layouts |= _ids(Logits(one), {UNNAMED: teacher_chunk})
     own = list(read_metrics(list(metrics)))
     traces = {n: trace(call, layouts, torch.float32, "cpu", False) for n, call in calls.items()}
     facts = [f for n, call in calls.items() for f in call.facts if f not in traces[n].unused]

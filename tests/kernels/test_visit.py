@@ -16,7 +16,7 @@ from headloss.facts import CONSTANT, Fact, Want, coefficients, finish
 from headloss.losses import LOSSES
 from headloss.metrics import read_metrics
 from headloss.trace.call import Env
-from headloss.trace.trace import Shape, _flat_arguments, trace
+from headloss.trace.trace import InputSpec, _flat_arguments, trace
 
 pytest.importorskip("triton")
 
@@ -56,7 +56,9 @@ class Mix:
         names = {n for call in self.calls.values() for n in call.input_names}
         names |= {n for _, call in self.metrics for n in call.input_names}
         shapes = {
-            n: Shape("row" if x.ndim else "scalar", x.dtype, (), n in self.grad) for n, x in given.items() if n in names
+            n: InputSpec("row" if x.ndim else "scalar", x.dtype, (), n in self.grad)
+            for n, x in given.items()
+            if n in names
         }
         wide = {n: s._replace(dtype=dtype) if s.dtype == torch.float32 else s for n, s in shapes.items()}
         traces = {n: trace(call, wide, dtype, "cpu", False) for n, call in self.calls.items()}

@@ -269,7 +269,7 @@ def refusals() -> None:
         head.weight = torch.nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [placement]))
         with pytest.raises(ValueError, match=r"weight: a DTensor placed .* wanted a plain tensor, or one placed Shard"):
             parallelize_module(head, mesh, hl.HeadParallel())
-    with pytest.raises(ValueError, match="module: fully_shard has cut its parameters already"):
+    with pytest.raises(ValueError, match="module: fully_shard has sharded it already"):
         parallelize_module(fully_shard(hl.FusedLMHead(4, 6), mesh=mesh), mesh, hl.HeadParallel())
     for bad, error, match in (
         (dict(group="tp", start=0, vocab=5), TypeError, "group"),

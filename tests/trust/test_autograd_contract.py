@@ -683,7 +683,7 @@ def reads_a_value(logprob):
 
 @pytest.fixture
 def fresh():
-    gradient._SAID.clear()
+    gradient._WARNED.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="headloss")
         yield

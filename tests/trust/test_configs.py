@@ -271,7 +271,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a row weight": (lambda: hl.Objective(f=hl.Term(losses.focal, row_weight=by_entropy)), "row_weight: 'by_entropy'"),
     "a row weight with numbers": (
         lambda: hl.Objective(f=hl.Term(losses.focal, row_weight=top_entropy(0.5))),
-        "row_weight: 'high_entropy', made with",
+        "row_weight: 'high_entropy', which captures values",
     ),
     "a row weight that is a loss of ours": (
         lambda: hl.Objective(f=hl.Term(losses.focal, row_weight=losses.entropy_bonus)),
@@ -444,7 +444,7 @@ CROSSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a parameter by position only": (
         lambda: hl.Objective(a=lambda lse, /: lse),
         TypeError,
-        "a: <lambda>: 'lse'.*drop /",
+        "a: <lambda>: 'lse' is positional-only.*drop /",
     ),
     "a parameter named divergence": (
         lambda: hl.Objective(a=lambda divergence: divergence),

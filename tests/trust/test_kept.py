@@ -151,25 +151,25 @@ def test_hundreds_of_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_MOST_TRACES", 8)
     monkeypatch.setattr(spec, "_MOST", 8)
     monkeypatch.setattr(content, "_MOST_KEYS", 8)
-    for known in (plan._TRACES, plan._TRACED, spec._FORMS, content._KEYS):
+    for known in (plan._TRACES, plan._TRACED, spec._SPECS, content._KEYS):
         known.clear()
-    recipe.read.cache_clear()
+    recipe.read_recipe.cache_clear()
     many(10)
     gc.collect()
     before = dict(containers())
     many(20)
     gc.collect()
     grown = {name: (before.get(name, 0), size) for name, size in containers() if size > max(before.get(name, 0), 10)}
-    grown.pop("headloss.graph.recipe.read", None)  # strings: at most 512 of them
+    grown.pop("headloss.graph.recipe.read_recipe", None)  # strings: at most 512 of them
     assert not grown
     assert (
-        recipe.read.cache_info().maxsize == 512
-        and len(content._NUMBERED) <= before["headloss.graph.content._NUMBERED"] + 2
+        recipe.read_recipe.cache_info().maxsize == 512
+        and len(content._BY_NUMBER) <= before["headloss.graph.content._BY_NUMBER"] + 2
     )
 
 
 def test_every_limit_is_one() -> None:
-    assert recipe.read.cache_info().maxsize == 512
+    assert recipe.read_recipe.cache_info().maxsize == 512
     assert plan._MOST_TRACES == spec._MOST == content._MOST_KEYS == 512
 
 

@@ -24,7 +24,7 @@ import headloss as hl
 from headloss import deferred_checks
 from headloss.losses import cross_entropy, dpo, forward_kl
 from headloss.prepared import Stats, check_stats
-from headloss.trace.function_reads import reads
+from headloss.trace.function_reads import reads_of
 
 D = torch.float64
 torch.manual_seed(0)
@@ -112,7 +112,7 @@ def by_target(logprob, targets):
 @pytest.mark.parametrize("fn", [by_size, by_text, by_except, by_target])
 def test_branches_that_a_trace_does_not_take(fn: Any, kind: str) -> None:
     names = tuple(fn.__code__.co_varnames[:2])
-    assert reads(fn).unknown
+    assert reads_of(fn).unknown
     same(hl.Objective(it=fn), fn, names, kind)
 
 
@@ -125,7 +125,7 @@ def test_code_that_stays_traced() -> None:
     def with_option(logprob, *, k=1.0):
         return -logprob * (k if isinstance(k, float) else 1.0) * sum(x for x in (0.5, 0.5))
 
-    assert reads(with_block).unknown == () == reads(with_option).unknown
+    assert reads_of(with_block).unknown == () == reads_of(with_option).unknown
 
 
 # ---------------------------------------------------------------- what stands under a name of torch's
@@ -154,10 +154,10 @@ def test_a_method_put_on_tensors_before_the_import() -> None:
         torch.Tensor.softplus = lambda self: -config["x"] * self
         import math
         math.expm1 = lambda x: x
-        from headloss.trace.function_reads import reads
-        assert "softplus" in reads(lambda logprob: logprob.softplus()).unknown[0]
-        assert reads(lambda logprob: math.expm1(2.0) * logprob).unknown == ()  # as its code is: it reads nothing
-        assert reads(lambda logprob: logprob.exp()).unknown == ()
+        from headloss.trace.function_reads import reads_of
+        assert "softplus" in reads_of(lambda logprob: logprob.softplus()).unknown[0]
+        assert reads_of(lambda logprob: math.expm1(2.0) * logprob).unknown == ()  # as its code is: it reads nothing
+        assert reads_of(lambda logprob: logprob.exp()).unknown == ()
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
@@ -311,7 +311,7 @@ def test_a_divergence_that_comes_to_mix_rows(fn: Any, monkeypatch: pytest.Monkey
 def deferred(monkeypatch: pytest.MonkeyPatch) -> Any:
     deferred_checks._PENDING.clear()
     for name in ("deferred_checks", "rows", "engine.bind", "engine.row_facts", "engine.layout"):
-        monkeypatch.setattr(f"headloss.{name}.defers", lambda device: True)
+        monkeypatch.setattr(f"headloss.{name}.should_defer", lambda device: True)
     yield
     deferred_checks._PENDING.clear()
 

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from headloss.trace.call import Call, Watched
+from headloss.trace.call import CachedReads, Call
 from headloss.trace.signature import read_signature
 
 HOME = types.ModuleType("home")
@@ -36,7 +36,7 @@ def made():
 def test_a_change_anywhere_is_seen(monkeypatch):
     loss, turn, inner = made()
     monkeypatch.setattr(HOME, "number", 1.0, raising=False)
-    watched, seen = Watched(Call(loss, read_signature(loss), {})), []
+    watched, seen = CachedReads(Call(loss, read_signature(loss), {})), []
 
     def same():
         found = watched.reads()
@@ -66,7 +66,7 @@ def test_a_change_anywhere_is_seen(monkeypatch):
 
 def test_a_method_of_tensors_and_a_built_in_that_are_replaced_are_seen(monkeypatch):
     fn = lambda logprob: -logprob.sigmoid() * abs(-2.0)
-    watched = Watched(Call(fn, read_signature(fn), {}))
+    watched = CachedReads(Call(fn, read_signature(fn), {}))
     assert not watched.reads().unknown
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "sigmoid", lambda x: x, raising=False)
@@ -80,7 +80,7 @@ def test_a_method_of_tensors_and_a_built_in_that_are_replaced_are_seen(monkeypat
 
 def test_what_did_not_change_is_not_walked_over(monkeypatch):
     loss, _, _ = (lambda b: (lambda logprob: -logprob * b, None, None))(0.5)
-    watched, walks = Watched(Call(loss, read_signature(loss), {})), []
+    watched, walks = CachedReads(Call(loss, read_signature(loss), {})), []
     monkeypatch.setattr(Call, "reads", lambda self, plain=Call.reads: walks.append(1) or plain(self))
     for _ in range(3):
         watched.reads()
@@ -99,7 +99,7 @@ def test_a_member_of_an_enum_that_is_written_to_is_seen():
         A = 1.0
 
     fn = lambda logprob: -logprob * Kind.A.value
-    watched = Watched(Call(fn, read_signature(fn), {}))
+    watched = CachedReads(Call(fn, read_signature(fn), {}))
     first = watched.reads()
     Kind.A._value_ = 2.0
     assert watched.reads() == watched.call.reads() != first
@@ -116,7 +116,7 @@ def test_things_that_hold_values(part):
         fn = lambda logprob: -logprob * frozen.beta
         options = {}
     call = Call(fn, read_signature(lambda logprob, *, power=1.0: logprob), options)
-    watched = Watched(call)
+    watched = CachedReads(call)
     first = watched.reads()
     if part == "keywords":
         fn.keywords["by"] = 2.0

@@ -14,7 +14,7 @@ from knobs import KNOBS, TRACED
 import headloss as hl
 from headloss import metrics, row_weights
 from headloss.losses import LOSSES
-from headloss.trace.function_reads import _Walk, reads
+from headloss.trace.function_reads import _Walk, reads_of
 
 BACKENDS = ("torch", "triton") if INSIDE else ("torch",)
 # The interpreter is slow: some of each kind.
@@ -237,7 +237,7 @@ def twice(x):
     ],
 )
 def test_plain_python_stays_traced(fn):
-    assert reads(fn).unknown == ()
+    assert reads_of(fn).unknown == ()
     plan = hl.Objective(it=fn).explain(hl.Logits(torch.empty(5, 9)), torch.zeros(5, dtype=torch.long))
     assert plan.terms[0].kind == "row", plan.terms[0].reason
 
@@ -335,7 +335,7 @@ def test_everything_of_ours_is_known():
         found = _Walk()
         found.function(fn)
         assert found.finish() == (), (fn, found.finish())
-        assert reads(fn).unknown == ()
+        assert reads_of(fn).unknown == ()
 
 
 def branches_on_rows(logprob, entropy):

@@ -21,7 +21,7 @@ import headloss as hl
 from headloss.graph import spec
 from headloss.losses import cross_entropy, jsd
 from headloss.trace import trace as plan
-from headloss.trace.function_reads import defaults, reads
+from headloss.trace.function_reads import defaults, reads_of
 
 V, D = 9, 4
 
@@ -144,7 +144,7 @@ def call(loss: Any) -> dict[str, Any]:
 
 
 def forget() -> None:
-    for known in (plan._TRACES, plan._TRACED, spec._FORMS):
+    for known in (plan._TRACES, plan._TRACED, spec._SPECS):
         known.clear()
 
 
@@ -209,7 +209,7 @@ def test_the_default_dtype_is_what_a_function_reads() -> None:
         with default_dtype(dtype):
             found = objective(source).loss
             torch.testing.assert_close(found, loss(facts.entropy).mean(), rtol=1e-14, atol=0)
-            keys.add(reads(loss).key)
+            keys.add(reads_of(loss).key)
     assert len(keys) == 3
     assert defaults() == (torch.float32, None)
 

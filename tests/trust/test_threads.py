@@ -6,10 +6,10 @@ import threading
 import torch
 
 import headloss as hl
-from headloss.kept import keep
+from headloss.bounded_cache import store
 from headloss.metrics import measure_later
 from headloss.trace import trace
-from headloss.trace.call import Call, Watched
+from headloss.trace.call import CachedReads, Call
 from headloss.trace.signature import read_signature
 
 FACTOR = 2.0
@@ -62,18 +62,18 @@ def test_losses_that_several_threads_trace_at_once(monkeypatch):
 
 
 def test_a_walk_that_another_thread_has_begun_is_not_believed(monkeypatch):
-    watched, marks = Watched(Call(scaled, read_signature(scaled), {})), []
-    before = watched.mark()
+    watched, marks = CachedReads(Call(scaled, read_signature(scaled), {})), []
+    before = watched.interned()
     monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
 
     def reads(call, plain=Call.reads):
         if not marks:
             marks.append(None)
-            marks.append(watched.mark())  # as another thread might, just now
+            marks.append(watched.interned())  # as another thread might, just now
         return plain(call)
 
     monkeypatch.setattr(Call, "reads", reads)
-    assert watched.mark() is marks[1] is not before
+    assert watched.interned() is marks[1] is not before
 
 
 def test_a_change_while_a_loss_is_traced(monkeypatch):
@@ -108,9 +108,9 @@ class Busy(dict):
 
 def test_threads_fill_a_cache_at_once():
     kept = Busy({"a": 0, "b": 1, "c": 2})
-    assert keep(kept, "d", 3, 3) == 3
+    assert store(kept, "d", 3, 3) == 3
     assert dict(kept.items()) == {"b": 1, "c": 2, "d": 3}
-    assert keep(kept, "d", 4, 3) == 4
+    assert store(kept, "d", 4, 3) == 4
     assert list(kept.values()) == [1, 2, 4]
 
 

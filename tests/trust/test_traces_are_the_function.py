@@ -10,7 +10,7 @@ import torch
 import headloss as hl
 from headloss.losses import forward_kl, reverse_kl, z_loss
 from headloss.trace import trace
-from headloss.trace.function_reads import reads
+from headloss.trace.function_reads import reads_of
 
 CONFIG = {"x": 1.0}
 
@@ -139,7 +139,7 @@ def scaled(fn):
 def test_a_decorated_loss_of_ours_is_not_ours():
     loss = scaled(z_loss)
     objective = hl.Objective(it=loss)
-    assert "CONFIG (a dict)" in reads(loss).unknown
+    assert "CONFIG (a dict)" in reads_of(loss).unknown
     z, targets = torch.randn(6, 9, dtype=torch.float64, requires_grad=True), torch.randint(9, (6,))
     for x in (1.0, 3.0, 0.5):
         CONFIG["x"] = x
@@ -264,11 +264,11 @@ helper.eps = 1.0
     ],
 )
 def test_other_ways_to_read(fn):
-    assert reads(fn).unknown
+    assert reads_of(fn).unknown
 
 
 def test_plain_enums_and_attributes_of_functions_are_compared():
-    assert reads(lambda logprob: -Plain.A.value * logprob).unknown == ()
+    assert reads_of(lambda logprob: -Plain.A.value * logprob).unknown == ()
 
     def loss(logprob):
         other = helper

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import headloss as hl
 from headloss.trace.cache_keys import key_of, plain_key
-from headloss.trace.function_reads import reads
+from headloss.trace.function_reads import reads_of
 
 STATE = {"x": 1.0}
 D = torch.float64
@@ -148,13 +148,13 @@ def test_an_operator_that_somebody_replaces(name: str, monkeypatch: pytest.Monke
     """On torch.Tensor, between calls: the function as written gives another result, and so does the call."""
     fn, was = OPERATORS[name], getattr(torch.Tensor, name)
     objective = hl.Objective(it=fn)
-    assert reads(fn).unknown == ()
+    assert reads_of(fn).unknown == ()
     same(objective, "Linear", fn)
     with monkeypatch.context() as patch:
         turned = torch.logical_not if name in ("__gt__", "__lt__", "__invert__") else lambda x: torch.mul(x, 3.0)
         patch.setattr(torch.Tensor, name, lambda *args: turned(was(*args)) if OURS not in callers() else was(*args))
         same(objective, "Linear", fn)
-        assert f"torch.Tensor.{name} (not torch's own)" in reads(fn).unknown
+        assert f"torch.Tensor.{name} (not torch's own)" in reads_of(fn).unknown
     same(objective, "Linear", fn)
 
 
@@ -167,7 +167,7 @@ def test_what_is_called_at_once_stays_traced() -> None:
         act = F.softplus
         return -weight * act(logprob).clone()
 
-    assert reads(loss).unknown == ()
+    assert reads_of(loss).unknown == ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from triton import knobs  # type: ignore
 from triton.compiler import CompiledKernel  # type: ignore
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 
-from headloss.kept import keep
+from headloss.bounded_cache import store
 
 MOST_KNOWN = 64
 OPTIONS = {"enable_fp_fusion": True}  # the default differs between versions of triton, and with it the last bits
@@ -34,7 +34,7 @@ def by_identity(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(fn)
     def call(x: Any) -> Any:
-        found = cache.get(id(x)) or keep(cache, id(x), (x, by_value(x)), 256)
+        found = cache.get(id(x)) or store(cache, id(x), (x, by_value(x)), 256)
         return found[1]
 
     return call
@@ -64,7 +64,7 @@ class Launch:
             compiled = self.kernel[(programs,)](*arguments, **self.constants)
             if isinstance(compiled, CompiledKernel) and torch.version.hip is None:  # the interpreter compiles nothing
                 made = compiled, compiled.run, compiled.function, compiled.packed_metadata
-                keep(self.compiled, (key, where), made, MOST_KNOWN)
+                store(self.compiled, (key, where), made, MOST_KNOWN)
         elif where < 0 or _watched():
             compiled[0][programs, 1, 1](*arguments, *self.rest)
         else:  # the same without the hooks
@@ -81,7 +81,7 @@ def launch_kernel(kernel: Any, programs: int, *arguments: Any, **constants: Any)
 def launch_of(kernel: Any, **constants: Any) -> Launch:
     """The `Launch` of a kernel with these constants, made once."""
     key = (id(kernel), *constants, *constants.values())  # `_STARTED` keeps it alive; its own hash is slow
-    return _STARTED.get(key) or keep(_STARTED, key, Launch(kernel, constants), 1024)
+    return _STARTED.get(key) or store(_STARTED, key, Launch(kernel, constants), 1024)
 
 
 _STARTED: dict[Any, Launch] = {}

@@ -35,8 +35,8 @@ from headloss.backends.triton.tiles import (
     row_shape,
     rows_of,
 )
+from headloss.bounded_cache import store
 from headloss.facts import Moments, Partial, Pull, Softmax, Want
-from headloss.kept import keep
 
 BATCH_INVARIANT = True
 PROGRAMS = 1024  # enough to fill a GPU, where the parts of a row depend on the number of rows
@@ -95,7 +95,7 @@ def sums_matrix(
     launches = _SUMS.get(variant)
     if launches is None:
         check_dtype(raw_CV)
-        launches = keep(_SUMS, variant, _sums_launches(*variant), MOST_KNOWN)
+        launches = store(_SUMS, variant, _sums_launches(*variant), MOST_KNOWN)
     target = target_C if want.target else None
     places = (raw.x_CV.stride(0), raw.lead, 0 if target is None else target.stride(0), start)
     # all that a compiled kernel depends on, read once: see launch.py
@@ -225,7 +225,7 @@ def pull_rows(
         tuple(present), shape, out_CV.element_size(), out.line, out.vector, raw.vector if together else 1,
         per_row(given), scale != 1.0, softcap is not None, target_C is not None,
     )  # fmt: skip
-    launches = _PULLS.get(variant) or keep(_PULLS, variant, _pull_launch(*variant), MOST_KNOWN)
+    launches = _PULLS.get(variant) or store(_PULLS, variant, _pull_launch(*variant), MOST_KNOWN)
     has_target = launches.constants["F"].TARGET
     target = target_C if has_target else None
     parts = -(-(V + out.skew) // shape.width)

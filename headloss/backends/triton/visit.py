@@ -34,8 +34,8 @@ from headloss.backends.triton.tiles import (
 )
 from headloss.backends.triton.visit_records import Visited, VisitSpec
 from headloss.backends.triton.visit_records import spec_of as spec_of
+from headloss.bounded_cache import store
 from headloss.facts import Want
-from headloss.kept import keep
 from headloss.teachers import DenseChunk, TeacherChunk
 
 
@@ -231,7 +231,7 @@ def visit(
             rows_t.x_CV.stride(0), rows_t.lead, program.width,
         )  # fmt: skip
         if layout is not None and raw.x_CV is x and out.x_CV is y and rows_t.x_CV is z:
-            keep(spec.layouts, layout, (kernel, places), MOST_KNOWN)
+            store(spec.layouts, layout, (kernel, places), MOST_KNOWN)
         x, y, z = raw.x_CV, out.x_CV, rows_t.x_CV
     if recorded is not None:
         recorded += spec.layouts.get(layout, ())  # another thread may drop it at any time

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from headloss.backends.triton.printer import lower
 from headloss.backends.triton.printer.lower import Unprintable as Unprintable
-from headloss.kept import keep
-from headloss.trace.classify import unwatched
+from headloss.bounded_cache import store
+from headloss.trace.classify import without_modes
 from headloss.trace.dynamic_shapes import trace_these_sizes
 
 Divergences = tuple[tuple[int, Any], ...]  # which pair (log p, log q) each divergence takes
@@ -30,7 +30,7 @@ def printed(divergences: Divergences, pairs: int) -> tuple[Any, tuple[float, ...
     key = (tuple((i, found.key) for (i, _), found in zip(divergences, read, strict=True)), pairs)
     made = _PRINTED.get(key)
     if made is None:
-        made = keep(_PRINTED, key, _print(divergences, pairs), 256)
+        made = store(_PRINTED, key, _print(divergences, pairs), 256)
     if isinstance(made, Unprintable):
         raise made
     return made
@@ -45,7 +45,7 @@ def _print(divergences: Divergences, pairs: int) -> tuple[Any, tuple[float, ...]
         return tuple(x for i, element in divergences for x in element.value_and_slope(logs[2 * i], logs[2 * i + 1]))
 
     try:
-        with unwatched():
+        with without_modes():
             given = [torch.full((2, 3), -1.0 - 0.1 * k, dtype=torch.float32, device="cpu") for k in range(2 * pairs)]
             graph = trace_these_sizes(every, given)
         return lower.quick(graph, "element")

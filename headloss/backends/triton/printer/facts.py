@@ -33,7 +33,7 @@ from headloss.teachers import (
     SparseSoftmax,
     teacher_coefficients,
 )
-from headloss.trace.classify import unwatched
+from headloss.trace.classify import without_modes
 from headloss.trace.dynamic_shapes import trace_these_sizes
 
 NAME = "facts"
@@ -191,7 +191,7 @@ def _printed(
         present[:] = [[x is not None for x in group] for group in found]
         return [x for group in found for x in group if x is not None]
 
-    with torch.no_grad(), unwatched():
+    with torch.no_grad(), without_modes():
         graph = trace_these_sizes(traced, [x.example() for x in named.values()]).graph
     outputs: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     needed = reach(outputs)

@@ -25,14 +25,14 @@ from headloss.backends.triton.printer.facts import WIDE, Texts, chain_rule, valu
 from headloss.backends.triton.printer.lower import compiled, function
 from headloss.backends.triton.printer.operands import Unprintable, constant
 from headloss.backends.triton.printer.printer import Printer, Value, dtype_of, kind_of, reach
+from headloss.bounded_cache import store
 from headloss.facts import CONSTANT, Fact, Want
-from headloss.kept import keep
-from headloss.trace.cache_keys import Same
+from headloss.trace.cache_keys import ByIdentity
 from headloss.trace.call import check_metrics
-from headloss.trace.classify import counts_rows, size, unwatched
-from headloss.trace.dynamic_shapes import trace_any_size, unlike
-from headloss.trace.function_reads import all_our_code
-from headloss.trace.trace_check import SIZES, agrees, drawn
+from headloss.trace.classify import counts_rows, size, without_modes
+from headloss.trace.dynamic_shapes import distinct_sizes, trace_any_size
+from headloss.trace.function_reads import is_all_ours
+from headloss.trace.trace_check import SIZES, agrees, random_like
 
 MOST_IDS = 1024  # of a row, in the registers of one program
 ROW, SEGMENT = "row", "segment"  # what a printed function is of, and its name
@@ -81,10 +81,10 @@ def once(make: Callable[..., Program]) -> Callable[..., Program]:
 
     @functools.wraps(make)
     def lower(terms: Any, want: Want, inputs: Mapping[str, Any], metrics: Sequence[tuple[str, Any]] = ()) -> Program:
-        parts = [(name, Same(trace.joint), call.facts, call.input_names) for name, (call, trace) in terms.items()]
+        parts = [(name, ByIdentity(trace.joint), call.facts, call.input_names) for name, (call, trace) in terms.items()]
         own = [(n, call.reads(), call.signature.parameters) for n, call in metrics]
         key = (make, tuple(parts), want, tuple(sorted(inputs.items())), tuple(own))
-        return _PROGRAMS.get(key) or keep(_PROGRAMS, key, make(terms, want, inputs, metrics), 512)
+        return _PROGRAMS.get(key) or store(_PROGRAMS, key, make(terms, want, inputs, metrics), 512)
 
     return lower
 
@@ -121,7 +121,7 @@ class Page:
         self.want, self.shapes = want, inputs
         self.teacher = want.teachers[0] if want.teachers else None
         named = inputs.get(f"teacher_ids of {self.teacher}")
-        self.width = named.rest[0] if named is not None else 0
+        self.width = named.inner[0] if named is not None else 0
         if self.width > MOST_IDS:
             raise Unprintable(f"more than {MOST_IDS} ids per row")
         self.printer = self.new_printer()
@@ -166,7 +166,7 @@ class Page:
         given |= self.segment_arguments(rest, trace)
         value, grads, metrics = graph.output_node().args[0]
         wanted = [g for g in grads if g is not None]
-        self.printer.lifted = _number if trace.floats else None
+        self.printer.lifted = _number if trace.variable_floats else None
         found = self._print(graph, given, [value, *wanted])
         self.values[name] = found[value].to("f")
         facts = [f for f in call.facts if f.name not in CONSTANT]
@@ -192,11 +192,11 @@ class Page:
         if read.unknown or any(p.kind == "segments" for p in parameters):
             self.left_out[name] = f"reads {', '.join(read.unknown)}" if read.unknown else "segments"
             return
-        self.printer.lifted = _number if read.floats else None
+        self.printer.lifted = _number if read.variable_floats else None
         asked: dict[str, Any] = {p.name: "targets" if p.kind == "targets" else p.fact or p.key for p in parameters}
         given_shapes = [self.shapes[x] for x in asked.values() if isinstance(x, str) and x in self.shapes]
-        taken = {d for shape in given_shapes for d in shape.rest} | {self.width}
-        choices = unlike(taken)
+        taken = {d for shape in given_shapes for d in shape.inner} | {self.width}
+        choices = distinct_sizes(taken)
         names: list[str] = []
         sizes = choices[:1]
 
@@ -215,15 +215,15 @@ class Page:
             return [self._example(x, choices[choice]) for x in asked.values()]
 
         try:
-            with torch.no_grad(), unwatched():
-                module = trace_any_size(values, examples, "cpu", all_our_code(call.fn))
+            with torch.no_grad(), without_modes():
+                module = trace_any_size(values, examples, "cpu", is_all_ours(call.fn))
         except Exception as error:  # a function may raise anything under a tracer
             self.left_out[name] = f"{type(error).__name__}: {error}"[:120]
             return
         if counts_rows(module):
             self.left_out[name] = "its Python code looks at the number of rows"
             return
-        if not all_our_code(call.fn) and not self._trace_agrees(module, values, list(asked.values()), sizes):
+        if not is_all_ours(call.fn) and not self._trace_agrees(module, values, list(asked.values()), sizes):
             self.left_out[name] = "its trace does not do what it does itself"
             return
         del names[len(module.graph.output_node().args[0]) :]  # type: ignore[arg-type]
@@ -242,8 +242,8 @@ class Page:
             sizes[:] = [R]
             like = [self._example(what, R) for what in asked]
             try:
-                with torch.no_grad(), unwatched():
-                    if not agrees(module, values, [[drawn(x, x.shape, generator) for x in like]]):
+                with torch.no_grad(), without_modes():
+                    if not agrees(module, values, [[random_like(x, x.shape, generator) for x in like]]):
                         return False
             except Exception:  # a function may raise anything for numbers that it does not accept
                 return False
@@ -296,9 +296,9 @@ class Page:
             return Value("y", "i")
         shape = self.shapes[name]
         of_ids = name == f"teacher_ids of {self.teacher}" or name == f"teacher_logprob of {self.teacher}"
-        if shape.kind not in ("row", "scalar") or (shape.rest and not of_ids):
+        if shape.kind not in ("row", "scalar") or (shape.inner and not of_ids):
             raise Unprintable(
-                f"an input of one value a {shape.kind}" if not shape.rest else "an input of several columns"
+                f"an input of one value a {shape.kind}" if not shape.inner else "an input of several columns"
             )
         return self.input_value(node, name)
 

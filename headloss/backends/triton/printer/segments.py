@@ -108,7 +108,7 @@ class _SegmentPage(Page):
         if shape is not None and shape.kind == "segment":
             if shape.requires_grad:
                 raise Unprintable("a gradient for one value per segment")
-            if not shape.rest:
+            if not shape.inner:
                 return self.input_value(node, name)
         return super().argument(node, name)
 
