@@ -24,6 +24,7 @@ test_under_the_interpreter = interpreted(__file__, "-W", "ignore::RuntimeWarning
 def small_tiles(monkeypatch):
     monkeypatch.setattr(product, "TILE", product.Tile(16, 32, 16, 2, 4, 2, 1))
     monkeypatch.setattr(product, "READ", product.Tile(16, 32, 16, 2, 4, 2, 2))
+    monkeypatch.setattr(product, "WIDE", product.Tile(16, 64, 16, 2, 4, 2, 1))
     monkeypatch.setattr(product, "NUMBERED", {"B": 8, "R": 16})
     monkeypatch.setattr(product, "SORTED", {"B": 4, "R": 8})
     monkeypatch.setattr(product, "LEVELS", 1)
@@ -246,6 +247,27 @@ def test_shards_cut_at_tiles_have_the_bits_of_one(cuts):
 
 
 @inside
+@pytest.mark.parametrize("vocab", [20, 64, 90, 96, 100, 128, 420])
+def test_a_tile_of_two_pieces_has_the_bits_of_two_tiles(vocab, monkeypatch):
+    case = Case(vocab=vocab, facts=ALL)
+    narrow = case.read()
+    monkeypatch.setattr(product, "WIDE_FROM", 24)
+    launched, launch = [], product.launch_kernel
+
+    def seen(kernel, *given, **how):
+        if kernel is product.read_kernel:
+            launched.append((how["F"].PIECES, how["F"].RAGGED))
+        launch(kernel, *given, **how)
+
+    monkeypatch.setattr(product, "launch_kernel", seen)
+    wide = case.read()
+    assert launched == [(2, False)] * (vocab >= 64) + [(1, True)] * (vocab % 64 > 0)
+    assert torch.equal(wide.sums[:, case.counts], narrow.sums[:, case.counts])
+    live = int(case.counts.sum())
+    assert torch.equal(wide.e[:live, :vocab], narrow.e[:live, :vocab])
+
+
+@inside
 @pytest.mark.parametrize("cuts", [(64,), (20, 84)])
 def test_of_equal_maxima_on_shards_the_first_is_the_argmax(cuts):
     case = Case(rows=20, vocab=150, ignored=False, facts=("argmax", "lse"))
@@ -260,17 +282,17 @@ def test_of_equal_maxima_on_shards_the_first_is_the_argmax(cuts):
     assert torch.equal(found["argmax"], torch.zeros(20, dtype=torch.long))
 
 
-def built(kernel, facts=("logprob",), *, vocab=2000, dtype=torch.bfloat16, add=False, store=True):
+def built(kernel, facts=("logprob",), *, vocab=2000, width=320, dtype=torch.bfloat16, add=False, store=True):
     """The kernel that a call on tensors without memory would launch."""
     from test_triton_compile import Built
 
     def call():
         empty = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
-        hidden, weight, target = empty(300, 320), empty(vocab, 320), empty(300, dtype=torch.int64)
+        hidden, weight, target = empty(300, width), empty(vocab, width), empty(300, dtype=torch.int64)
         e = product.chunk(300, vocab, hidden.device) if store else None
         found = product.read(hidden, weight, target, Want(list(map(Fact, facts))), 1.0, ignore=True, store=e)
         if store:
-            into = {"dhidden_CD": empty(300, 320), "dweight_VD": empty(vocab, 320, dtype=dtype)}
+            into = {"dhidden_CD": empty(300, width), "dweight_VD": empty(vocab, width, dtype=dtype)}
             product.write(found, hidden, weight, Pull(*[empty(300, dtype=torch.float32)] * 5), **into, add=add)
 
     return Built(call, kernel)
@@ -280,6 +302,9 @@ BUILDS = {
     "read": lambda: built("read_kernel", ("entropy",)),
     "read, every sum": lambda: built("read_kernel", ALL, vocab=100),  # one tile, and that is cut
     "read, nothing stored": lambda: built("read_kernel", ("entropy",), store=False),
+    "read, wide": lambda: built("read_kernel", ("entropy",), width=4096),
+    "read, wide, every sum": lambda: built("read_kernel", ALL, width=4096),
+    "read, wide, nothing stored": lambda: built("read_kernel", ("entropy",), width=4096, store=False),
     "repair": lambda: built("repair_kernel"),
     "hidden": lambda: built("hidden_kernel"),
     "weight": lambda: built("weight_kernel"),
@@ -296,7 +321,8 @@ def test_compiles_for_hopper_without_spills_in_the_loop(name, tmp_path, monkeypa
     monkeypatch.undo()  # tiles of the size that runs
     monkeypatch.setattr(product, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(product, "chains", lambda device: True)
-    made, tile = BUILDS[name](), product.READ if name.startswith("read") else product.TILE
+    made = BUILDS[name]()
+    tile = (product.WIDE if "wide" in name else product.READ) if name.startswith("read") else product.TILE
     stack = int(re.search(r"STACK:(\d+) ", made.dump("--dump-resource-usage", tmp_path))[1])
     assert stack == 0 or (name.startswith("read") and stack <= 96), f"{name}: {stack} bytes"
     code = made.dump("-sass", tmp_path)

@@ -53,9 +53,11 @@ class Tile(NamedTuple):
     programs: int  # per multiprocessor
 
 
-# For every shape: 0.97 to 1.02 of cuBLAS on an H200, and the same bits everywhere.  In READ, one of two programs
-# multiplies while the other sums: 5 to 10% faster than one program of twice the width.
-TILE, READ = Tile(128, 256, 64, 8, 8, 3, 1), Tile(128, 128, 64, 8, 4, 3, 2)
+# 0.97 to 1.02 of cuBLAS on an H200, and the same bits everywhere: the first product sums READ.columns columns at once,
+# whichever of its tiles it takes.  WIDE loads less, and is faster from WIDE_FROM hidden features on; with fewer, one of
+# READ's two programs multiplies while the other sums.
+TILE = Tile(128, 256, 64, 8, 8, 3, 1)
+READ, WIDE, WIDE_FROM = Tile(128, 128, 64, 32, 4, 3, 2), TILE._replace(group=16), 2048
 LEVELS = 5  # levels of the tree that one launch merges
 NUMBERED, SORTED = {"B": 256, "R": 4096}, {"B": 32, "R": 256}  # rows of a program, and rows that it reads at a time
 TESTED = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6)  # versions that descriptors were tried with
@@ -170,19 +172,22 @@ def gather(
 
 def tile_sums(rows: Gathered, weight_VD: Tensor, want: Want, *, start: int = 0, store: Tensor | None) -> Tensor:
     """(fields, tiles, places): run the first product, which leaves the sums of each tile's rows."""
-    (V, D), device, T = weight_VD.shape, weight_VD.device, READ
-    high, tiles, whole = len(rows.targets), -(-V // T.columns), V // T.columns
+    (V, D), device = weight_VD.shape, weight_VD.device
+    most, high, tiles = WIDE if D >= WIDE_FROM else READ, len(rows.targets), -(-V // READ.columns)
+    whole = V // most.columns
+    done = whole * (most.columns // READ.columns)
     parts = torch.empty(2 + sum(sums_of(want)), tiles, high, dtype=torch.float32, device=device)
     multiplier, _, reference, *_ = rows.numbers
-    flags = _tile(T, device, STORE=store is not None, TARGET=rows.has_target, **sums_of(want)._asdict())
-    for first, wide in ((0, whole), (whole, tiles - whole)):  # the last tile alone: masks cost 6% at D = 1024
+    flags = {"STORE": store is not None, "TARGET": rows.has_target, **sums_of(want)._asdict()}
+    for T, first, wide in ((most, 0, whole), (READ, done, tiles - done)):  # the rest alone: masks cost 6% at D = 1024
         if wide:
             launch_kernel(
                 read_kernel, T.programs * multiprocessors(device),
                 _blocks(rows.hidden, T.rows, T.depth), _blocks(weight_VD, T.columns, T.depth),
-                None if store is None else _blocks(store, T.rows, T.columns // 2),
+                None if store is None else _blocks(store, T.rows, READ.columns // 2),
                 rows.live, records.ReadAt(rows.targets, multiplier, reference), parts,
-                V, D, high, start, first, wide, tiles, F=flags._replace(RAGGED=first > 0 or whole == 0), **_launch(T),
+                V, D, high, start, first, wide, tiles,
+                F=_tile(T, device, RAGGED=first == done, PIECES=T.columns // READ.columns, **flags), **_launch(T),
             )  # fmt: skip
     return parts
 

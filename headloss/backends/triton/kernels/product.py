@@ -97,11 +97,44 @@ def half_sums(acc, times, most, shift, e, first_row, first, F: tl.constexpr):
     return S, in_x, in_q
 
 
+@triton.jit
+def sum_tile(acc, pm, pn, live, at, out, e, rows, start, tiles, F: tl.constexpr):
+    """Store the sums of the rows of a tile, or of one of its pieces, and if asked their e."""
+    BM: tl.constexpr = F.BM
+    BN: tl.constexpr = F.BN // F.PIECES
+    row = pm * BM + tl.arange(0, BM)
+    here = row < live
+    times = tl.load(at.multiplier + row, mask=here, other=0.0)
+    field, into = tiles.to(tl.int64) * rows, out + pn.to(tl.int64) * rows + row
+    if F.TOTAL:
+        tl.store(into + 2 * field, tl.sum(tl.where(acc > 0.5 * LOWEST, acc, 0.0), 1) * times, mask=here)
+    top = tl.max(acc, 1)
+    most = top * times
+    if F.BEST:
+        column = pn * BN + tl.arange(0, BN)
+        best = tl.min(tl.where(acc == top[:, None], column[None, :], 2147483647), 1)
+        tl.store(into + (2 + F.TOTAL) * field, (start + best).to(tl.float32), mask=here)
+    shift = most
+    if F.STORE:
+        shift = tl.exp2(most - tl.load(at.reference + row, mask=here, other=0.0))
+    left, right = halves(acc, BM, BN)
+    S, X, Q = half_sums(left, times, most, shift, e, pm * BM, pn * BN, F)
+    more_S, more_X, more_Q = half_sums(right, times, most, shift, e, pm * BM, pn * BN + BN // 2, F)
+    tl.store(into, most, mask=here)
+    tl.store(into + field, S + more_S, mask=here)
+    if F.WANT_X:
+        tl.store(into + (2 + F.TOTAL + F.BEST) * field, X + more_X, mask=here)
+    if F.WANT_Q:
+        tl.store(into + (2 + F.TOTAL + F.BEST + F.WANT_X) * field, Q + more_Q, mask=here)
+
+
 @triton.jit(
     do_not_specialize=["V", "D", "rows", "start", "first", "wide", "tiles"], do_not_specialize_on_alignment=["count"]
 )
 def read_kernel(x, w, e, count, at, out, V, D, rows, start, first, wide, tiles, F: tl.constexpr):
     """`wide` columns of tiles from `first` on.  `out` (fields, tiles, rows): maximum, S, [total], [best], [X], [Q].
+
+    A tile is multiplied whole and summed in one or two pieces, which are the tiles of `out`.
 
     One loop over the depths of all tiles: the loads of the next tile are in flight while this one is summed.  Columns
     that are left out start the accumulator at LOWEST, which costs no more than the zeros would: at D = 1024 the product
@@ -133,30 +166,12 @@ def read_kernel(x, w, e, count, at, out, V, D, rows, start, first, wide, tiles, 
             next_m, next_n = tile_of(t, tall, wide, GROUP)
             next_n += first
             own = own_column(at.target, next_m, next_n, live, F.TARGET, BM, BN)  # early: its load takes a while
-            row = pm * BM + tl.arange(0, BM)
-            here = row < live
-            times = tl.load(at.multiplier + row, mask=here, other=0.0)
-            field, into = tiles.to(tl.int64) * rows, out + pn.to(tl.int64) * rows + row
-            if F.TOTAL:
-                tl.store(into + 2 * field, tl.sum(tl.where(acc > 0.5 * LOWEST, acc, 0.0), 1) * times, mask=here)
-            top = tl.max(acc, 1)
-            most = top * times
-            if F.BEST:
-                column = pn * BN + tl.arange(0, BN)
-                best = tl.min(tl.where(acc == top[:, None], column[None, :], 2147483647), 1)
-                tl.store(into + (2 + F.TOTAL) * field, (start + best).to(tl.float32), mask=here)
-            shift = most
-            if F.STORE:
-                shift = tl.exp2(most - tl.load(at.reference + row, mask=here, other=0.0))
-            left, right = halves(acc, BM, BN)
-            S, X, Q = half_sums(left, times, most, shift, e, pm * BM, pn * BN, F)
-            more_S, more_X, more_Q = half_sums(right, times, most, shift, e, pm * BM, pn * BN + BN // 2, F)
-            tl.store(into, most, mask=here)
-            tl.store(into + field, S + more_S, mask=here)
-            if F.WANT_X:
-                tl.store(into + (2 + F.TOTAL + F.BEST) * field, X + more_X, mask=here)
-            if F.WANT_Q:
-                tl.store(into + (2 + F.TOTAL + F.BEST + F.WANT_X) * field, Q + more_Q, mask=here)
+            if F.PIECES == 1:
+                sum_tile(acc, pm, pn, live, at, out, e, rows, start, tiles, F)
+            else:
+                left, right = halves(acc, BM, BN)
+                sum_tile(left, pm, 2 * pn, live, at, out, e, rows, start, tiles, F)
+                sum_tile(right, pm, 2 * pn + 1, live, at, out, e, rows, start, tiles, F)
             pm, pn = next_m, next_n
             acc = begun(own, pn, V, F.TARGET, F.RAGGED, BM, BN)
 

@@ -42,6 +42,7 @@ class ProductFlags(NamedTuple):
     # read
     STORE: Flag = False
     RAGGED: Flag = False
+    PIECES: Flag = 1
     WANT_X: Flag = False
     WANT_Q: Flag = False
     TOTAL: Flag = False
