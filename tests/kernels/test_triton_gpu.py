@@ -142,7 +142,8 @@ def bench_visit():
 
 
 def test_one_launch_not_above_twice_eagers_error(bench_visit):
-    assert bench_visit.check() == []
+    assert bench_visit.check(bench_visit.mix_with_bonus(), bench_visit.cases()) == []
+    assert bench_visit.check(bench_visit.sums_alone(), bench_visit.long_cases()) == []
 
 
 def test_one_launch_compiles_once(bench_visit):
