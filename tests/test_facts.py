@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 import headloss as hl
-from headloss.facts import CONSTANT, Fact, Moments, Partial, Want, finish, merge
+from headloss.facts import CONSTANT, NEEDS_TARGET, Fact, Moments, Partial, Want, finish, merge
 from headloss.nested import nest
 
 backend = import_module("headloss.backends.torch")  # `headloss.backends` has torch itself under that name
 
 STUDENT = ("lse", "logprob", "mean_logprob", "entropy", "sum_p2", "max_logprob", "argmax", "min_logit")
+SHIFTED = ("lse", "min_logit")  # change by as much as all logits; the others do not change
 SMOOTH = tuple(f for f in STUDENT if f not in CONSTANT)
 
 
@@ -64,7 +65,7 @@ def test_only_what_is_asked_for() -> None:
 def test_without_targets() -> None:
     problem = oracle.make("Linear", (11,), 13, ignored=0.0)
     leaves = problem.leaves()
-    free = [f for f in STUDENT if f != "logprob"]
+    free = [f for f in STUDENT if f not in NEEDS_TARGET]
     facts = hl.row_facts(problem.source(leaves), want=free)
     for name in free:
         torch.testing.assert_close(facts[name].detach(), dense(problem)[name], rtol=1e-12, atol=1e-12)
@@ -111,13 +112,13 @@ def test_backward_is_once_differentiable() -> None:
 
 
 @pytest.mark.parametrize("shift", [-1e4, -200.0, 200.0, 1e4])
-def test_shift_changes_nothing_but_lse(shift: float) -> None:
+def test_a_shift_of_all_logits_changes_only_facts_of_logits(shift: float) -> None:
     problem = oracle.make("Logits", (9,), 41, peaked=False, ignored=0.0)
     moved = oracle.replace(problem, tensors={"logits": problem.tensors["logits"] + shift})
     a = hl.row_facts(problem.source(problem.tensors), problem.targets, STUDENT)
     b = hl.row_facts(moved.source(moved.tensors), problem.targets, STUDENT)
     for name in STUDENT:
-        offset = shift if name in ("lse", "min_logit") else 0
+        offset = shift if name in SHIFTED else 0
         torch.testing.assert_close(b[name], a[name] + offset, rtol=1e-10, atol=1e-10)
 
 
