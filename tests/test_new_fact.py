@@ -180,7 +180,11 @@ def test_over_shards(backend: str) -> None:
 def test_verify_knows_a_new_fact() -> None:
     """Its pull is compared with autograd through its value: a wrong one is noticed."""
     logits, targets = torch.randn(N, V, dtype=torch.float64, requires_grad=True), torch.randint(V, (N,))
-    hl.verify(hl.Objective(new=mixed, mean=pushed), hl.Logits(logits), targets).check()
+    FACTS["spread"] = table.Rule(lambda max, least, T: (max - least) / T)
+    metrics = {"spread": lambda spread: spread}
+    report = hl.verify(hl.Objective(new=mixed, mean=pushed, metrics=metrics), hl.Logits(logits, temperature=T), targets)
+    report.check()
+    assert "spread" in str(report)
     rule = FACTS["gini"]
     FACTS["gini"] = table.Rule(lambda Q, S: 1 - Q / S**2, lambda g, value: table.Pull(a=2 * g * value, e=-2 * g))
     assert rule is not FACTS["gini"]

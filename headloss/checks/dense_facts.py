@@ -82,6 +82,7 @@ def student_fact(name: str, s: Tensor, targets: Tensor | None) -> Tensor:
         "S": e.sum(-1),
         "X": (e * bounded).sum(-1),
         "Q": (e * e).sum(-1),
+        "least": s.detach().amin(-1),
     }
     row |= {"T": 1.0, "log_S": row["S"].log(), "vocab": s.shape[-1], "argmax": s.detach().argmax(-1)}
     row |= {} if targets is None else {"target": x.gather(-1, targets[:, None])[:, 0]}
