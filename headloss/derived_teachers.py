@@ -26,7 +26,7 @@ class AtIds(NamedTuple):
 
 
 def whole_of(name: str) -> str:
-    """The name of a `AtIds` whose softmax is over its whole vocabulary."""
+    """The name of an `AtIds` whose softmax is over its whole vocabulary."""
     return f"whole={name}"
 
 

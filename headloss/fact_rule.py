@@ -26,32 +26,33 @@ class Pull(NamedTuple):
 class Rule:
     """A fact: three functions, each of which is passed what its parameter names ask for.
 
-        value   takes sums over the vocabulary, T (the temperature), log_S and vocab.  A sweep computes the sums named
-        pull    takes g (the fact's cotangent), value (the fact itself) and vocab, and returns coefficients
-        share   for a fact that compares with a teacher: what its pull adds to the student's own coefficients
+        value          takes sums over the vocabulary, T (the temperature), log_S and vocab; a sweep computes those sums
+        pull           takes g (the fact's cotangent), value (the fact itself) and vocab, and returns coefficients
+        student_pull   for a fact that compares with a teacher: what to add to the student's own coefficients
 
     A fact without a pull has no gradient.  `moves`: its value depends on the logits all the same, so a loss that
-    differentiates it gets a warning.  `kept`: a pull that is not defined here reads the value.
+    differentiates it gets a warning.  `reads_value`: the fact's value is needed for the pull, though `pull` here does
+    not take it.
     """
 
-    __slots__ = ("_pull", "_share", "_value", "moves", "pulls", "sums", "valued")
+    __slots__ = ("_pull", "_student_pull", "_value", "moves", "pulls", "sums", "valued")
 
     def __init__(
         self,
         value: Callable[..., Tensor] | None,
         pull: Callable[..., Any] | None = None,
-        share: Callable[..., Any] | None = None,
+        student_pull: Callable[..., Any] | None = None,
         *,
         moves: bool = True,
-        kept: bool = False,
+        reads_value: bool = False,
     ) -> None:
-        self._value, self._pull, self._share = _ByName(value), _ByName(pull), _ByName(share)
-        for fn in (self._pull, self._share):
+        self._value, self._pull, self._student_pull = _ByName(value), _ByName(pull), _ByName(student_pull)
+        for fn in (self._pull, self._student_pull):
             for name in {*fn.names} - {"g", "value", "vocab"}:
                 raise TypeError(f"pull: wanted a function of g, value and vocab, got a parameter {name!r}")
         self.sums = frozenset(self._value.names)
         self.pulls, self.moves = pull is not None, moves
-        self.valued = kept or "value" in (*self._pull.names, *self._share.names)
+        self.valued = reads_value or "value" in (*self._pull.names, *self._student_pull.names)
 
     def value(self, row: Mapping[str, Any]) -> Tensor:
         return self._value(row)
@@ -60,9 +61,9 @@ class Rule:
         """The coefficients; None for a fact without a gradient."""
         return self._pull({"g": g, "value": value, "vocab": vocab})
 
-    def share(self, g: Tensor, value: Tensor | None, vocab: Any = None) -> Pull | None:
+    def student_pull(self, g: Tensor, value: Tensor | None, vocab: Any = None) -> Pull | None:
         """What to add to the student's own coefficients; None if nothing."""
-        return self._share({"g": g, "value": value, "vocab": vocab})
+        return self._student_pull({"g": g, "value": value, "vocab": vocab})
 
 
 class _ByName:

@@ -275,7 +275,7 @@ def finish(
     return facts, softmax._replace(teachers=tuple(softmaxes))
 
 
-def with_whole(
+def with_tails(
     want: Want, facts: dict[Fact, Tensor], softmax: Softmax, tails: Mapping[str, Sequence[Tensor]]
 ) -> tuple[dict[Fact, Tensor], Softmax]:
     """For a teacher on a larger vocabulary, normalise log q over all of its columns, not only those it shares.
@@ -309,6 +309,6 @@ def coefficients(
             g = grads.get(fact) if fact.temperature == T else None
             if g is not None:
                 rule = FACTS[fact.name]
-                found.append((rule.pull if fact.teacher is None else rule.share)(g, facts.get(fact), vocab))
+                found.append((rule.pull if fact.teacher is None else rule.student_pull)(g, facts.get(fact), vocab))
         pulls.append(sum_pulls(Pull, found))
     return tuple(pulls)

@@ -34,7 +34,7 @@ from headloss.engine.lookup import find
 from headloss.engine.mixed_support import calls_of
 from headloss.engine.plan import plain_source
 from headloss.engine.row_facts import facts_sweep
-from headloss.engine.run import Head, SweptCall, facts_of, run
+from headloss.engine.run import HeadFunction, SweptCall, facts_of, run
 from headloss.engine.weight_grad_into import check_weight_grad_into
 from headloss.graph import compiled as graph
 from headloss.graph.content import Traits, content_key, portable_config, traits
@@ -328,7 +328,7 @@ def _row_facts(
     facts: Sequence[Tensor]
     visited = None
     if any(needs):
-        _, *facts = Head.apply(SweptCall(sweep, None, needs), *sweep.source.tensors)
+        _, *facts = HeadFunction.apply(SweptCall(sweep, None, needs), *sweep.source.tensors)
     else:
         with torch.no_grad():
             result = run(sweep, None, needs)

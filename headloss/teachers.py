@@ -207,7 +207,7 @@ DENSE: dict[str, Rule] = {
     "teacher_entropy": Rule(lambda log_St, Y, St: log_St - Y / St, moves=False),
     "shared_entropy": Rule(lambda log_S, X, S: log_S - X / S, lambda g, value: DensePull(a=-g * value, b=-g)),
     "teacher_argmax": Rule(lambda argmax: argmax.long(), moves=False),
-    "teacher_tail_logprob": Rule(None, moves=False),  # see `facts.with_whole`
+    "teacher_tail_logprob": Rule(None, moves=False),  # see `facts.with_tails`
     "logit_dot": Rule(lambda dot: dot, lambda g: DensePull(u=g)),
     "logit_square": Rule(lambda square: square, lambda g: DensePull(z=2 * g)),
     "teacher_logit_square": Rule(lambda teacher_square: teacher_square, moves=False),
@@ -218,21 +218,21 @@ SPARSE: dict[str, Rule] = {
     "ids_logprob": Rule(
         lambda ids, T, log_S: ids / column(T) - log_S.unsqueeze(-1),
         lambda g: SparsePull(ids=g),
-        share=lambda g: Pull(a=-g.sum(-1)),
+        student_pull=lambda g: Pull(a=-g.sum(-1)),
     ),
     "tail_logprob": Rule(
         lambda tail_max, max, T, tail_log_sum, log_S: (tail_max - max) / T + tail_log_sum - log_S,
         lambda g: SparsePull(tail=g),
-        share=lambda g: Pull(a=-g),
+        student_pull=lambda g: Pull(a=-g),
     ),
     "ids_logit": Rule(
-        lambda ids, max, T: (ids + max.unsqueeze(-1)) / column(T), lambda g: SparsePull(ids=g), kept=True
+        lambda ids, max, T: (ids + max.unsqueeze(-1)) / column(T), lambda g: SparsePull(ids=g), reads_value=True
     ),
     "topk_overlap": Rule(_overlap),
 }
 # From the same, and from teacher_at and teacher_log_sum.
 TOP: dict[str, Rule] = {
-    "top_ids": Rule(lambda columns: columns.long(), moves=False, kept=True),
+    "top_ids": Rule(lambda columns: columns.long(), moves=False, reads_value=True),
     "top_logprob": SPARSE["ids_logprob"],
     "teacher_top_logprob": Rule(
         lambda teacher_at, teacher_log_sum: (teacher_at - teacher_log_sum.unsqueeze(-1)).clamp(min=FLOOR), moves=False

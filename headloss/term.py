@@ -198,19 +198,19 @@ class Term(Immutable):
         """The function ready to be called: its facts named, and a divergence in the form that suits its teacher."""
         given = passed_names(teachers)
         name = self.teacher or (given[0] if len(given) == 1 else UNNAMED)
-        sparse, draft, routed = (isinstance(teachers.get(name), kind) for kind in (Sparse, AtIds, Routed))
+        sparse, at_ids, routed = (isinstance(teachers.get(name), kind) for kind in (Sparse, AtIds, Routed))
         ids = CANDIDATES if CANDIDATES in teachers and self.teacher is None else name
         classes = self.classes if self.classes in teachers else None
-        key = (source_temperature, name, sparse, draft, routed, ids, classes, self.content())
+        key = (source_temperature, name, sparse, at_ids, routed, ids, classes, self.content())
         made = self._calls.get(key)
         if made is None:
-            made = self._call(source_temperature, name, sparse, draft, ids, classes, routed)
+            made = self._call(source_temperature, name, sparse, at_ids, ids, classes, routed)
             if not torch.compiler.is_compiling():  # under which no mapping may change
                 store(self._calls, key, made, _MOST_CALLS)
         return made
 
-    def _call(self, T: float | None, name: str, sparse: bool, draft: bool, ids: str, *how: Any) -> Call:
-        made = self._made(T, name, sparse, draft, ids, how[0])  # the class weights' name
+    def _call(self, T: float | None, name: str, sparse: bool, at_ids: bool, ids: str, *how: Any) -> Call:
+        made = self._made(T, name, sparse, at_ids, ids, how[0])  # the class weights' name
         if how[1] and any(str(f.teacher).split(" of ")[-1] == name for f in made.facts):
             made = made._replace(row_weights=(*made.row_weights, RowWeight(routes_of(name))))
         return made if self.share is None else made._replace(share=self.share)
@@ -226,7 +226,7 @@ class Term(Immutable):
         return self._foreign_divergence and not self.pure
 
     def _made(
-        self, source_temperature: float | None, teacher: str, sparse: bool, draft: bool, ids: str, classes: str | None
+        self, source_temperature: float | None, teacher: str, sparse: bool, at_ids: bool, ids: str, classes: str | None
     ) -> Call:
         T = None if self.temperature == source_temperature else self.temperature
         own = {
@@ -251,10 +251,10 @@ class Term(Immutable):
                 raise TypeError(f"inputs: {function_name(fn)} is a divergence of (logp, logq), and takes no inputs")
             if self.top is not None:
                 fn = top_loss(fn, self.tail)
-                whose["teacher"] = whole_of(teacher) if draft and self.tail == "none" else teacher
+                whose["teacher"] = whole_of(teacher) if at_ids and self.tail == "none" else teacher
             elif sparse:
                 fn = sparse_loss(fn, self.tail)
-            elif draft and self.tail != "renormalise":
+            elif at_ids and self.tail != "renormalise":
                 fact = Fact("divergence", self.temperature, whole_of(teacher), Element(fn, self.options, self.pure))
                 asked, loss, options = {"divergence": fact}, summed, {}
                 if self.tail == "bucket":

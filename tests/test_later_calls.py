@@ -405,7 +405,7 @@ def test_a_later_call_launches_where_its_logits_are(played, monkeypatch):
 
 @runs
 def test_what_has_no_gradient_says_so_in_every_call(played):
-    """As `run.Head` marks them."""
+    """As `run.HeadFunction` marks them."""
     objective = hl.Objective(ce=cross_entropy, metrics=["max_logprob", "accuracy", "entropy"], backend="triton")
     for _ in range(3):
         call = Call()

@@ -123,7 +123,7 @@ def sums(
             for comparison in comparisons:
                 S_B = comparison.sums(rows, key, T, s_BV, e_BV, S_B)
             moments.S[rows] = S_B
-            if kept is not None and kept.kind == "bent" and t_BV is not None:
+            if kept is not None and kept.kind == "capped" and t_BV is not None:
                 torch.addcmul(e_BV, e_BV * t_BV, t_BV, value=-1, out=kept.tile(rows))
                 if column_C is not None:
                     kept.slopes[rows.start] = 1 - t_BV.gather(-1, column_C[rows, None]) ** 2
@@ -165,13 +165,13 @@ def pull(
     # the same tiles as in `sums`
     for rows in _tiles(raw_CV, DIVERGENCE_BUFFERS if divergent else _buffers(raw_CV, teachers, kept)):
         tile = Tile(raw_CV[rows], rows, scale, softcap, softmax, kept, workspace)
-        bent = tile.kept_as("bent") is not None
+        capped = tile.kept_as("capped") is not None
         grad_BV = None
         for T, last, a, b, e, c, y in parts:
             if a is None:  # no softmax in it
                 ds_BV = tile.zeros()
             else:
-                e_BV = tile.kept_BV if bent else tile.kept_as("e") if last else None
+                e_BV = tile.kept_BV if capped else tile.kept_as("e") if last else None
                 x_BV = tile.x_BV(T, "first" if grad_BV is None else "next") if e_BV is None or b is not None else None
                 if e_BV is None and x_BV is not None:
                     e_BV = x_BV.exp_() if b is None else x_BV.exp()
@@ -190,14 +190,16 @@ def pull(
                 ds_BV += c[rows, None]
             if y is not None and column_C is not None and V:
                 y_B1 = (y / T)[rows, None]
-                ds_BV.scatter_add_(-1, column_C[rows, None], y_B1 * kept.slopes[rows.start] if bent and kept else y_B1)
+                ds_BV.scatter_add_(
+                    -1, column_C[rows, None], y_B1 * kept.slopes[rows.start] if capped and kept else y_B1
+                )
             grad_BV = ds_BV if grad_BV is None else grad_BV.add_(ds_BV)
         for number, own in enumerate(zip(teachers, softmax.teachers, teacher_pulls, teacher_temperatures, strict=True)):
             grad_BV = pull_tile(grad_BV, tile, number, *own, start)
         if grad_BV is None:
             out_CV[rows] = 0
             continue
-        if softcap is not None and not bent:
+        if softcap is not None and not capped:
             grad_BV.addcmul_(grad_BV * tile.t_BV, tile.t_BV, value=-1)  # 1 - tanh^2
         if scale != 1.0:
             grad_BV *= scale

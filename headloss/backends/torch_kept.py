@@ -6,7 +6,7 @@ On a CPU an exponential costs as much as ten passes over memory.  Until the seco
 or has logits that are not read again, so it can keep one of these:
 
     e      e^x at the last temperature, x = (z - max) / T: the student's pull is a multiple of it
-    bent   e^x times the slope of a softcap, if the pull is a multiple of that everywhere but at the target
+    capped e^x times the slope of a softcap, if the pull is a multiple of that everywhere but at the target
     tanh   the tanh behind a softcap: it costs as much as three exponentials
     unit   the pull of the only fact that compares with a teacher, for a cotangent of 1
 """
@@ -94,7 +94,7 @@ def _kind(
     pulls = [FACTS[f.name].pull(one, one, one) for f in pulling if f.teacher is None]
     if softcap is not None:
         straight = all(k.b is None and k.c is None and k.e is None for k in pulls)
-        return "bent" if straight and len(want.temperatures) == 1 and not teachers else "tanh", None
+        return "capped" if straight and len(want.temperatures) == 1 and not teachers else "tanh", None
     if len(comparing) == 1 and comparing[0].name in UNIT and not (overwrites and len(pulling) > 1):
         chunk = teachers[want.teachers.index(comparing[0].teacher)]
         if isinstance(chunk, DenseChunk) and not chunk.tail:

@@ -52,7 +52,7 @@ def _dense(teacher: Any, source: Source, rows: Rows, backend: Any) -> DenseTeach
         return DenseTeacherRows(teacher, source, rows)
     if isinstance(teacher.teacher, Linear) and not teacher.whole:
         return GatheredRows(teacher.teacher, teacher.ids, source, rows)
-    return DraftRows(teacher, source, rows, backend)
+    return AtIdsRows(teacher, source, rows, backend)
 
 
 VOCAB_IDS = "vocab_ids"  # the name of the student's, which a pull reads again
@@ -86,17 +86,17 @@ class GatheredRows(DenseTeacherRows):
     def tensors(self) -> dict[str, Tensor]:
         return _and_ids(super().tensors(), self.ids)
 
-    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> GatheredRows:
+    def restored(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> GatheredRows:
         return GatheredRows(with_tensors(self.teacher, _but_ids(tensors)), tensors[VOCAB_IDS], source, rows)
 
 
-class DraftRows(DenseTeacherRows):
-    """A dense teacher with a larger vocabulary, read at the tokens that the student has."""
+class AtIdsRows(DenseTeacherRows):
+    """An `AtIds`: a dense teacher with a larger vocabulary, read at the tokens that the student has."""
 
-    def __init__(self, draft: AtIds, source: Source, rows: Rows, backend: Any) -> None:
-        super().__init__(draft.teacher, source, rows)
-        self.ids, self.sums_tail, self.backend = draft.ids, draft.whole, backend
-        self.columns = len(draft.ids)
+    def __init__(self, at_ids: AtIds, source: Source, rows: Rows, backend: Any) -> None:
+        super().__init__(at_ids.teacher, source, rows)
+        self.ids, self.sums_tail, self.backend = at_ids.ids, at_ids.whole, backend
+        self.columns = len(at_ids.ids)
         self.held_CU: dict[int, Tensor] = {}
 
     @property
@@ -123,9 +123,9 @@ class DraftRows(DenseTeacherRows):
     def tensors(self) -> dict[str, Tensor]:
         return _and_ids(super().tensors(), self.ids)
 
-    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DraftRows:
-        draft = AtIds(with_tensors(self.teacher, _but_ids(tensors)), tensors[VOCAB_IDS], self.sums_tail)
-        return DraftRows(draft, source, rows, self.backend)
+    def restored(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> AtIdsRows:
+        at_ids = AtIds(with_tensors(self.teacher, _but_ids(tensors)), tensors[VOCAB_IDS], self.sums_tail)
+        return AtIdsRows(at_ids, source, rows, self.backend)
 
 
 class RoutedRows(DenseTeacherRows):
@@ -217,11 +217,11 @@ class RoutedRows(DenseTeacherRows):
         self.teacher, self.temperature = self.each[0].teacher, 1.0
         self.route = self.route_R = torch.empty(0, dtype=torch.int64, device="cpu")
 
-    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> RoutedRows:
+    def restored(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> RoutedRows:
         each = []
         for i, teacher in enumerate(self.each):
             own = {n.split(":", 1)[1]: x for n, x in tensors.items() if n.startswith(f"{i}:")}
-            each.append(teacher.whole(own, source, rows))
+            each.append(teacher.restored(own, source, rows))
         return RoutedRows(each, tensors["route"], rows, self.host_N, source.fact_dtype)
 
 

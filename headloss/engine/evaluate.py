@@ -20,7 +20,7 @@ from headloss.engine.lookup import find
 from headloss.engine.mixed_support import calls_of, merged, weight_grad_of
 from headloss.engine.one_launch import later_values
 from headloss.engine.plan import Plan
-from headloss.engine.run import Head, SweptCall, facts_of, final_grads, run
+from headloss.engine.run import HeadFunction, SweptCall, facts_of, final_grads, run
 from headloss.engine.sweeps import Sweep
 from headloss.engine.weight_grad_into import check_weight_grad_into
 from headloss.record import Facts, Grads, Output
@@ -53,7 +53,7 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
         plan, arguments = found.plan, found.arguments
         path = make_fast_path(terms.plans, key, found)
     if path is not None:
-        return _at_once(terms, path, arguments, direct)
+        return _run_fast_path(terms, path, arguments, direct)
     wanted = True in needs_of(arguments.source.tensors, direct)
     if wanted:
         check_inplace(arguments)  # before any collective
@@ -65,7 +65,7 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
     if not direct and (True in needs or (recorded and plan.wants_grad)):
         if plan.wants_grad:
             tensors += tuple([arguments.inputs[name] for name in plan.wants_grad])
-        value, *blocks = Head.apply(SweptCall(sweep, loss, needs), *tensors)
+        value, *blocks = HeadFunction.apply(SweptCall(sweep, loss, needs), *tensors)
         facts = _facts(sweep, plan, blocks, loss.visited)
         return Output(value, _every(terms, plan, loss.values, value), loss.metrics, facts)
     with torch.no_grad():
@@ -76,14 +76,14 @@ def _evaluate(terms: Terms, arguments: CallArguments, direct: bool, weight_grad:
     return Output(result.loss, _every(terms, plan, loss.values, result.loss), loss.metrics, facts, grads)
 
 
-def _at_once(terms: Terms, path: FastPath, arguments: CallArguments, direct: bool) -> Output:
+def _run_fast_path(terms: Terms, path: FastPath, arguments: CallArguments, direct: bool) -> Output:
     """Run a call on its fast path: one launch over all its logits."""
     if heads.on_other_device(path.device):
         with torch.cuda.device(path.device):
-            return _at_once(terms, path, arguments, direct)
+            return _run_fast_path(terms, path, arguments, direct)
     call, made = FastCall(path, arguments), None
     if not direct and path.grad:
-        loss, *blocks = Head.apply(call, *arguments.source.tensors)
+        loss, *blocks = HeadFunction.apply(call, *arguments.source.tensors)
     else:
         with torch.no_grad():
             loss, made = call.run()

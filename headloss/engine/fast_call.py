@@ -177,7 +177,7 @@ class FastCall(Launched):
         return self.path.backend.spans(ids, segments.num_segments, rising, whole=not skipped)
 
     def forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run the call under autograd; see `run.Head`."""
+        """Run the call under autograd; see `run.HeadFunction`."""
         path, teacher, held = self.path, self.teacher, [*tensors]
         loss, grads = self.run()
         if self.targets is not None:
@@ -209,7 +209,7 @@ class FastCall(Launched):
         self.source = self.inputs = self.targets = self.segments = self.teacher = self.valid = self.spans = None
         self.dense = ()
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
+    def restored(self, tensors: Mapping[str, Tensor]) -> Sweep:
         """The call as a sweep, for a gradient through a fact or for a second backward."""
         path = self.path
         rows = Rows(path.shape, tensors.get("targets"), None, None, None, self.stats, self.skipped)

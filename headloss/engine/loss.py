@@ -27,7 +27,7 @@ from headloss.reductions import rows_only
 from headloss.reductions import weights as reduction_weights
 from headloss.rows import Rows
 from headloss.segments import Segments, group_sum
-from headloss.trace.call import Call, Env, WeightAndMetrics, check_metrics, evaluate
+from headloss.trace.call import Call, Env, WeightAndMetrics, call_function, check_metrics
 from headloss.trace.classify import without_hooks
 from headloss.trace.gradient import Reach, check_constants, check_gradient, leaf, reach_of
 from headloss.trace.signature import Signature
@@ -160,7 +160,7 @@ class TermsOnRows:
             for name, call in self.plan.metrics:
                 if call.fn is dead_rows:
                     continue
-                found = evaluate(call.fn, call.signature.name, env.arguments(call.signature), call.options)
+                found = call_function(call.fn, call.signature.name, env.arguments(call.signature), call.options)
                 check_metrics(call.signature.name, found if isinstance(found, Mapping) else {name: found})
                 found = {f"{name}/{k}": x for k, x in found.items()} if isinstance(found, Mapping) else {name: found}
                 kinds |= {k: self._kind(call, x, call.signatures) for k, x in found.items()}

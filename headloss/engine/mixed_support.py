@@ -50,7 +50,7 @@ def weight_grad_of(outputs: list[Output]) -> Tensor | None:
     made = getattr(node, "grads", None)
     if not isinstance(made, Grads):
         return None
-    _, _, result, into, *_ = node.kept  # type: ignore[union-attr]  # see `run.Head`
+    _, _, result, into, *_ = node.kept  # type: ignore[union-attr]  # see `run.HeadFunction`
     return None if result.normaliser is not None or into is not None else made.weight
 
 

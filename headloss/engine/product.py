@@ -202,7 +202,7 @@ class ProductSweep(Sweep):
         read = head.sums(self, everything, store=True)
         facts, softmax = self._found([read], everything)
         value, (by_fact, by_input) = loss.whole(facts, grad=True)
-        (pull,) = coefficients(facts, self._held(by_fact, everything), self.want, self.source.vocab)
+        (pull,) = coefficients(facts, self._masked(by_fact, everything), self.want, self.source.vocab)
         return value, facts, softmax, by_fact, by_input, self.gradients(head, read, pull)
 
     def gradients(self, head: ProductHead, read: Any, pull: Pull) -> Grads | Pending:
@@ -244,5 +244,5 @@ class ProductSweep(Sweep):
     def _write(
         self, head: Any, part: slice, read: Any, facts: Mapping[Fact, Tensor], grads: Mapping[Fact, Tensor]
     ) -> None:
-        (pull,) = coefficients(facts, self._held(grads, part), self.want, self.source.vocab)
+        (pull,) = coefficients(facts, self._masked(grads, part), self.want, self.source.vocab)
         head.pulled(self.rows.numbers(part), read, pull)

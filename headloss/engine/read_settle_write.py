@@ -172,7 +172,7 @@ def _visit(
         more["teacher_temperatures"] = [[T for T, _ in pairs] for pairs in sweep._paired(part)]
     targets, temperatures = sweep.marked_targets(part), sweep._temperatures(part)
     sweep.backend.pull_settled(program, softmax, rows_FC, block.raw_CV, targets, temperatures, out_CV, **more)
-    sweep._hand_on(head, block.chunk, block.numbers, out_CV)
+    sweep.pass_gradient(head, block.chunk, block.numbers, out_CV)
     return bound
 
 

@@ -80,12 +80,12 @@ def run(sweep: Sweep, loss: TermsOnRows | None, needs: tuple[bool, ...]) -> Any:
 def _dead_rows(name: str, sweep: Sweep, result: Result | Launched, made: bool) -> dict[str, Metric]:
     """The metric `dead_rows`: rows whose facts all have a gradient of 0; `made`: whether there is a gradient."""
     rows, device = sweep.rows, sweep.source.device
-    held: Any = result.visited if isinstance(result, Launched) else None  # `result` holds the gradients
-    by_fact = {} if held or not made else result.by_fact
+    visited: Any = result.visited if isinstance(result, Launched) else None  # `result` holds the gradients
+    by_fact = {} if visited or not made else result.by_fact
 
     def values() -> Tensor:
         dead = torch.ones(rows.count, dtype=torch.bool, device=device)
-        for pull in (held.cotangents if held and made else by_fact).values():
+        for pull in (visited.cotangents if visited and made else by_fact).values():
             none = pull == 0
             dead &= none if none.ndim == 1 else none.all(1)
         return dead[None].to(torch.float32)
@@ -240,14 +240,14 @@ def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tupl
             "loss can be pulled on, and only once; use inplace=False, or make the fact's part a term"
         )
     if pending and True in needs:
-        whole = sweep.whole(read_again(ctx, saved, len(needs)))
+        restored = sweep.restored(read_again(ctx, saved, len(needs)))
         if hasattr(ctx, "mark"):
-            check_mark(ctx.mark, pending, sweep.want.facts, whole.source)
+            check_mark(ctx.mark, pending, sweep.want.facts, restored.source)
         facts = {  # where the cotangent is 0, an infinite value must not reach the gradient as 0 * inf
             f: torch.where(pending[f] == 0, 0.0, x) if f in pending else x for f, x in result.facts.items()
         }
-        more = _finished(whole.pull(facts, result.softmax, pending, needs), None, whole)
-        whole.close()
+        more = _finished(restored.pull(facts, result.softmax, pending, needs), None, restored)
+        restored.close()
         grads = more if grads is None else add_grads(grads, more)
     if grads is None and g_loss is not None:  # no term reaches a fact: 0, as where a visit made the gradient
         zeros = [torch.zeros_like(x) if need else None for x, need in zip(saved, needs)]
@@ -258,7 +258,7 @@ def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tupl
     return (None, *by_tensor, *by_input)
 
 
-class Head(_SingleLevelFunction):  # `Function` without torch.func support, see `refuse_transforms`
+class HeadFunction(_SingleLevelFunction):  # `Function` without torch.func support, see `refuse_transforms`
     """(source tensors, inputs that require grad) -> (loss, *tensors that hold the facts of the rows that count)."""
 
     apply: Any  # autograd's own

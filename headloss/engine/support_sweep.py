@@ -190,8 +190,8 @@ class SupportSweep(Sweep):
         self.close()
         return SupportHead(self.source, self.single_N, self.backend)
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
-        other = super().whole(tensors)
+    def restored(self, tensors: Mapping[str, Tensor]) -> Sweep:
+        other = super().restored(tensors)
         assert isinstance(other, SupportSweep)
         other.places, other.single_N = self.places, self.single_N
         return other

@@ -22,7 +22,7 @@ from headloss.engine.arguments import Block, Chunk
 from headloss.engine.heads import Deferred, beyond_fp16, on_source_device, open_source, part_of, scale_grads
 from headloss.engine.ids_logit import ids_facts, ids_pull
 from headloss.engine.teachers import TeacherRows, cost_of, most_rows, note, teacher_label
-from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish, with_whole
+from headloss.facts import Fact, Partial, Softmax, Want, coefficients, finish, with_tails
 from headloss.nested import cut, join
 from headloss.parallel.shard import Gathering, gather_each, reduce_hidden, sum_pairs
 from headloss.record import Grads
@@ -78,20 +78,20 @@ class Sweep:
         return found
 
     def strip(self) -> None:
-        """Drop those tensors, which autograd has saved; `whole` puts them back."""
+        """Drop those tensors, which autograd has saved; `restored` puts them back."""
         self.source = without_tensors(self.source)
         self.rows.strip()
         self.temperature, self.compared = 1.0, NOT_COMPARED
         for teacher in self.teacher_rows.values():
             teacher.strip()
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> Sweep:
-        """A stripped sweep with its tensors again."""
+    def restored(self, tensors: Mapping[str, Tensor]) -> Sweep:
+        """A stripped sweep with its tensors put back."""
         source = with_tensors(self.source, {n: x for n, x in tensors.items() if hasattr(self.source, n)})
         rows, teacher_rows = self.rows.with_targets(tensors.get("targets")), {}
         for name, teacher in self.teacher_rows.items():
             own = {n.rsplit(".", 1)[1]: x for n, x in tensors.items() if n.startswith(f"{teacher_label(name)}.")}
-            teacher_rows[name] = teacher.whole(own, source, rows)
+            teacher_rows[name] = teacher.restored(own, source, rows)
         return type(self)(source, rows, self.want, self.backend, teacher_rows)
 
     def facts(self) -> tuple[dict[Fact, Tensor], Softmax]:
@@ -102,7 +102,7 @@ class Sweep:
             return found, NO_SOFTMAX
         head, shard = self._open(), self.source.shard
         if shard is None:
-            return join(*[self._settle(self._sums(block), block) for block in self._blocks(head)])
+            return join(*[self._finish_block(self._sums(block), block) for block in self._blocks(head)])
         facts, softmax = self._finish(self.partial(self._blocks(head)), self._all)
         if not self.want.divergent:
             return facts, softmax
@@ -126,7 +126,7 @@ class Sweep:
     ) -> Grads:
         head = self._open()
         head.wants_grad(needs)
-        grads, normaliser = self._held(grads, self._all), None
+        grads, normaliser = self._masked(grads, self._all), None
         if self.source.is_fp16 and grads:  # 1 / number of tokens underflows in fp16: write order 1, rescale in float32
             normaliser = torch.stack([g.abs().amax() if g.numel() else g.sum() for g in grads.values()]).amax()
             normaliser = normaliser.masked_fill(normaliser == 0, 1.0)
@@ -144,18 +144,18 @@ class Sweep:
         self, chunks: Sequence[Chunk], cotangents: Callable[[Chunk, Mapping[Fact, Tensor]], Cotangents], needs: Any
     ) -> tuple[dict[Fact, Tensor], Softmax, dict[Fact, Tensor], dict[str, Tensor], Grads]:
         head = self.open_head(needs, chunks)
-        seen: list[tuple[dict[Fact, Tensor], Softmax, Mapping[Fact, Tensor], Mapping[str, Tensor]]] = []
+        chunk_results: list[tuple[dict[Fact, Tensor], Softmax, Mapping[Fact, Tensor], Mapping[str, Tensor]]] = []
         bound: Tensor | None = None
         for block, partial in self._ahead(head, chunks):
-            facts, softmax = self._settle(partial, block)
+            facts, softmax = self._finish_block(partial, block)
             by_fact, by_input = cotangents(block.chunk, facts)
             pulled = by_fact
             if self.source.is_fp16 and by_fact:
                 bound = self.bounded(head, by_fact, bound)
                 pulled = {f: g / bound for f, g in by_fact.items()}
             self.write(head, block, softmax, facts, pulled)
-            seen.append((facts, softmax, by_fact, by_input))
-        return *join(*seen), scale_grads(self.grads(head), bound, self.backend)
+            chunk_results.append((facts, softmax, by_fact, by_input))
+        return *join(*chunk_results), scale_grads(self.grads(head), bound, self.backend)
 
     def bounded(self, head: Any, by_fact: Mapping[Fact, Tensor], before: Tensor | None) -> Tensor:
         """The divisor of a chunk's cotangents, see `beyond_fp16`; gradients made before it are rescaled to match."""
@@ -186,15 +186,15 @@ class Sweep:
             vocab=source.vocab, ignore=ignored, scale=source.scale, softcap=source.softcap,
         )  # fmt: skip
         if grad and (head.makes_logits or numbers is not part):
-            self._hand_on(head, chunk, numbers, out_CV)
+            self.pass_gradient(head, chunk, numbers, out_CV)
         return visited
 
     def read_all(self, head: Any) -> tuple[dict[Fact, Tensor], Softmax, Block]:
         """The first half of a visit of all rows, which reads the caller's own logits."""
         block = self._keeping(head, self._read(head, Chunk(self._all)))
-        return *self._settle(self._sums(block), block), block
+        return *self._finish_block(self._sums(block), block), block
 
-    def _hand_on(self, head: Any, chunk: Chunk, numbers: Any, out_CV: Any) -> None:
+    def pass_gradient(self, head: Any, chunk: Chunk, numbers: Any, out_CV: Any) -> None:
         """Pass a chunk's gradient to the head; if it is part of a run, pass the whole run's after its last chunk."""
         if not chunk.is_last:
             return
@@ -311,7 +311,7 @@ class Sweep:
     def _merged(self, partial: Gathering, part: slice) -> Partial:
         return partial.merged(self._temperatures(part), self._paired(part))
 
-    def _settle(self, partial: Partial, block: Block) -> tuple[dict[Fact, Tensor], Softmax]:
+    def _finish_block(self, partial: Partial, block: Block) -> tuple[dict[Fact, Tensor], Softmax]:
         """Facts from a partial of the whole vocabulary, including the second read."""
         facts, softmax = self._finish(partial, block.part, block.teachers)
         return self._with_divergences(
@@ -321,12 +321,12 @@ class Sweep:
     def _finish(self, partial: Partial, part: slice, chunks: Any = ()) -> tuple[dict[Fact, Tensor], Softmax]:
         facts, softmax = finish(partial, self.want, self._temperatures(part), self._vocab(part))
         tails: dict[str, Any] = {
-            name: [lse - seen.max / T for lse, T in zip(chunk.tail, chunk.temperatures, strict=True)]
-            for name, chunk, seen in zip(self.teacher_rows, chunks, softmax.teachers, strict=False)
-            if isinstance(chunk, DenseChunk) and isinstance(seen, DenseSoftmax) and chunk.tail
+            name: [lse - known.max / T for lse, T in zip(chunk.tail, chunk.temperatures, strict=True)]
+            for name, chunk, known in zip(self.teacher_rows, chunks, softmax.teachers, strict=False)
+            if isinstance(chunk, DenseChunk) and isinstance(known, DenseSoftmax) and chunk.tail
         }
-        facts, softmax = with_whole(self.want, facts, softmax, tails)
-        return self._held(facts, part, -math.inf), softmax
+        facts, softmax = with_tails(self.want, facts, softmax, tails)
+        return self._masked(facts, part, -math.inf), softmax
 
     def _divergence_pass(self, block: Block, softmax: Softmax) -> list[tuple[Tensor, Any]]:
         student = [[T for T, _ in pairs] for pairs in self._paired(block.part)]
@@ -342,13 +342,13 @@ class Sweep:
             return facts, softmax
         found = dict(zip(self.want.all_divergences, sum_pairs(divergences, self.source.shard), strict=True))
         teachers = []
-        for name, seen in zip(self.want.teachers, softmax.teachers, strict=True):
-            mine = tuple(found[f][1] for f in self.want.facts if f in found and f.teacher == name)
-            teachers.append(seen._replace(slopes=mine) if isinstance(seen, DenseSoftmax) else seen)
+        for name, known in zip(self.want.teachers, softmax.teachers, strict=True):
+            slopes = tuple(found[f][1] for f in self.want.facts if f in found and f.teacher == name)
+            teachers.append(known._replace(slopes=slopes) if isinstance(known, DenseSoftmax) else known)
         values = {fact: value for fact, (value, _) in found.items()}
         return facts | values, softmax._replace(teachers=tuple(teachers))
 
-    def _held(self, values: Mapping[Fact, Tensor], part: slice, none: float = 0.0) -> dict[Fact, Tensor]:
+    def _masked(self, values: Mapping[Fact, Tensor], part: slice, none: float = 0.0) -> dict[Fact, Tensor]:
         """Facts or cotangents, with 0 in ignored rows and rows without a teacher, and `none` where an id is -1."""
         ignored = None if self.rows.valid is None else ~self.rows.valid[part]
         for fact, x in (values := dict(values)).items():
@@ -361,7 +361,7 @@ class Sweep:
     def write(
         self, head: Any, block: Block, softmax: Softmax, facts: Mapping[Fact, Tensor], grads: Mapping[Fact, Tensor]
     ) -> None:
-        grads = self._held(grads, block.part)
+        grads = self._masked(grads, block.part)
         pulls = coefficients(facts, grads, self.want, self._vocab(block.part))
         more: dict[str, Any] = {}
         if self.teacher_rows:
@@ -371,8 +371,8 @@ class Sweep:
             more = {
                 "teachers": [SparseChunk(found[name]) if isinstance(x, TopChunk) else x for name, x in chunks],
                 "teacher_pulls": [
-                    teacher_coefficients(seen, self.want.temperatures_of(name), mine, facts, grads)
-                    for name, seen, mine in zip(self.teacher_rows, softmax.teachers, asked, strict=True)
+                    teacher_coefficients(known, self.want.temperatures_of(name), of_teacher, facts, grads)
+                    for name, known, of_teacher in zip(self.teacher_rows, softmax.teachers, asked, strict=True)
                 ],
                 "teacher_temperatures": [[T for T, _ in pairs] for pairs in self._paired(block.part)],
             }
@@ -382,7 +382,7 @@ class Sweep:
         self.backend.pull(block.raw_CV, targets, softmax, pulls, temperatures, out_CV, **more)
         if self.rows.valid is not None:
             out_CV.masked_fill_(~self.rows.valid[block.part, None], 0)  # the logits there may be anything
-        self._hand_on(head, block.chunk, block.numbers, out_CV)
+        self.pass_gradient(head, block.chunk, block.numbers, out_CV)
 
     def grads(self, head: Any) -> Any:
         ignored = None if self.rows.keep is None else self.rows.ignored()

@@ -66,7 +66,7 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
             continue
         if isinstance(x, AtIds):
             name_teachers({name: x.teacher}, source)
-            _check_draft(label, x)
+            _check_at_ids(label, x)
             continue
         if not isinstance(x, Logits | Linear | Sparse):
             hint = "; wrap a tensor in hl.Logits(...)" if isinstance(x, Tensor) else ""
@@ -96,9 +96,9 @@ def name_teachers(teacher: Teacher | Mapping[str, Teacher] | None, source: Sourc
     return named
 
 
-def _check_draft(label: str, draft: AtIds) -> None:
+def _check_at_ids(label: str, at_ids: AtIds) -> None:
     """Raise if the teacher lacks a token of the student."""
-    ids, vocab = draft.ids, draft.teacher.vocab
+    ids, vocab = at_ids.ids, at_ids.teacher.vocab
     if readable(ids) and len(ids) and int(ids.max()) >= vocab:
         row = int((ids >= vocab).int().argmax())
         raise ValueError(f"vocab_ids: row {row} is token {int(ids[row])}, but {label} has {vocab} tokens")
@@ -207,11 +207,11 @@ class DenseTeacherRows:
         return tensors_in(self.teacher)
 
     def strip(self) -> None:
-        """Drop those tensors; `whole` puts them back."""
+        """Drop those tensors; `restored` puts them back."""
         self.close()
         self.teacher, self.temperature = without_tensors(self.teacher), 1.0
 
-    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DenseTeacherRows:
+    def restored(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> DenseTeacherRows:
         return DenseTeacherRows(with_tensors(self.teacher, tensors), source, rows)
 
 
@@ -272,7 +272,7 @@ class SparseTeacherRows:
         """Drop those tensors: a pull reads only the merged ids, which are a copy."""
         self.teacher = None
 
-    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> SparseTeacherRows:
+    def restored(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> SparseTeacherRows:
         return self
 
 
@@ -305,7 +305,7 @@ class TopRows:
         """Drop the teacher: a pull reads only the columns that were found."""
         self.of, self.row_bytes = None, 0
 
-    def whole(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> TopRows:
+    def restored(self, tensors: Mapping[str, Tensor], source: Source, rows: Rows) -> TopRows:
         return self
 
 

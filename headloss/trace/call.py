@@ -111,7 +111,7 @@ class Call(NamedTuple):
             by_row = {p.name for p in self.signature.parameters if p.kind == "fact" or p.key in row_inputs}
             arguments = {k: _gated(x, weight) if k in by_row else x for k, x in arguments.items()}
         try:
-            result = evaluate(self.fn, name, arguments, self.options)
+            result = call_function(self.fn, name, arguments, self.options)
         except (RuntimeError, WrongLengthError) as error:
             shapes = ", ".join(f"{k} {sizes(x.shape)}" for k, x in arguments.items() if isinstance(x, Tensor))
             error.add_note(
@@ -165,7 +165,7 @@ class Call(NamedTuple):
                 assert weight is not None
             else:
                 assert signature is not None
-                weight, metrics = _with_metrics(evaluate(of, signature.name, env.arguments(signature)))
+                weight, metrics = _with_metrics(call_function(of, signature.name, env.arguments(signature)))
                 if not isinstance(weight, Tensor) or weight.dtype.is_complex:
                     wanted = "wanted one real weight per row, or that and a dict of metrics"
                     raise WrongWeightError(f"row_weight: {signature.name} returns {_got(weight)}, {wanted}")
@@ -324,7 +324,9 @@ def _got(x: Any) -> str:
     return f"{x.dtype} values" if x.dtype.is_complex else f"shape {sizes(x.shape)}"
 
 
-def evaluate(fn: Callable[..., Any], name: str, arguments: Mapping[str, Any], options: Mapping[str, Any] = {}) -> Any:
+def call_function(
+    fn: Callable[..., Any], name: str, arguments: Mapping[str, Any], options: Mapping[str, Any] = {}
+) -> Any:
     """Call a function; raise if it writes to its arguments, which others read too."""
     return call_guarded(fn, name, arguments, lambda arguments: fn(**arguments, **options))
 

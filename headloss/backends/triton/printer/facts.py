@@ -4,7 +4,7 @@
     with a teacher, also (teacher_argmax, St, Y, F, G, ids, tail_most, tails, teacher_tails) -> also its log_sums
     between sweeps, with dense teachers, (teacher_argmax, joint, divergences) -> values, log_sums, log_S, log_St of each
 
-`teacher_tails`: see `facts.with_whole`; `joint`: the six sums per teacher and temperature of its comparison.
+`teacher_tails`: see `facts.with_tails`; `joint`: the six sums per teacher and temperature of its comparison.
 
 Values are in the order of the Want.  A divergence's value comes from the second read: between sweeps it is passed in,
 elsewhere it is 0 here.  No kernel and no other file of this backend knows the formula or the index of a fact.
@@ -24,7 +24,7 @@ from headloss.backends.triton.printer.lower import compiled, function
 from headloss.backends.triton.printer.operands import kind_of
 from headloss.backends.triton.printer.printer import Printer, Value, reach
 from headloss.derived_teachers import is_whole
-from headloss.facts import FACTS, PLAIN, VALUED, Fact, Moments, Partial, Want, coefficients, finish, with_whole
+from headloss.facts import FACTS, PLAIN, VALUED, Fact, Moments, Partial, Want, coefficients, finish, with_tails
 from headloss.teachers import (
     DensePartial,
     DenseSoftmax,
@@ -134,7 +134,7 @@ def values_source(want: Want, width: int = 0) -> str:
         partial = Partial(at["most"], at["argmax"], at["target"], at["total"], None, moments, teachers)
         facts, softmax = finish(partial, want, [at[f"T[{i}]"] for i in keys], at["vocab"])  # type: ignore[arg-type]
         beyond = {name: [at[f"teacher_tails[{i}]"] for i in compared] for name in want.teachers if is_whole(name)}
-        facts, softmax = with_whole(want, facts, softmax, beyond)
+        facts, softmax = with_tails(want, facts, softmax, beyond)
         found: list[list[Tensor | None]] = [[facts.get(f) for f in want.facts], [*softmax.log_sums]]
         for softmax_t in softmax.teachers:
             logs = softmax_t.log_St if isinstance(softmax_t, DenseSoftmax) else softmax_t.tail_log_sums
