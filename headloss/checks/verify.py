@@ -22,7 +22,7 @@ from headloss.checks.dense import answer
 from headloss.checks.dense_records import IGNORE, Answer, DenseCall, of_rows, replaced, rows_of
 from headloss.checks.leaf_tensors import leaves_of, nudged_leaves, tensors_of
 from headloss.engine.derived_inputs import with_candidates
-from headloss.engine.layout import LAID, lay_out, readings
+from headloss.engine.layout import MARKS, lay_out, readings
 from headloss.engine.teachers import named_teachers
 from headloss.prepared import Prepared, prepare
 from headloss.routed import Routed
@@ -172,7 +172,7 @@ def _kinds(
     targets = {t.targets: "row" for t in objective.terms.values() if t.targets is not None and t.targets in inputs}
     laid, kinds = {n: x for n, x in laid.items() if n not in targets}, {**kinds, **targets}
     plain = {n for n, kind in kinds.items() if kind == "scalar" or n == "pairs"}
-    marked = {n: x if n in plain else LAID[kinds[n]](x) for n, (x, _) in laid.items()}
+    marked = {n: x if n in plain else MARKS[kinds[n]](x) for n, (x, _) in laid.items()}
     return {**inputs, **marked}, kinds
 
 

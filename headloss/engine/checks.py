@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headloss.deferred_checks import alarm, check_zero, readable
 from headloss.derived_teachers import Top
-from headloss.engine.layout import Laid
+from headloss.engine.layout import Marked
 from headloss.facts import FACTS, NEEDS_TARGET, PLAIN, Fact, Want
 from headloss.options import is_number, shown
 from headloss.sources import Source, Sparse, Teacher
@@ -130,7 +130,7 @@ def check_no_lost_gradient(terms: Terms, inputs: Mapping[str, Any]) -> None:
     """`forward_backward` makes the gradients of the source's tensors alone."""
     asked = {name for term in terms.terms.values() for name in inputs_of(term.call(None, {}))}
     for name, x in inputs.items():
-        x = x.value if isinstance(x, Laid) else x
+        x = x.value if isinstance(x, Marked) else x
         if name in asked and isinstance(x, Tensor) and x.requires_grad:
             raise ValueError(
                 f"{name}: requires grad, but forward_backward makes gradients of the source's tensors alone; call the "
@@ -170,9 +170,9 @@ def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, InputSpec],
             f"{call.signature.name}: wanted one value per row, segment or pair; {got} belong to none of them.  "
             f"Give a row that should not count the value 0, or its target -100"
         )
-    said, found = call.signature.returns, "pair" if kind == "other" else kind
-    if said is not None and found is not None and said != found:
-        raise WrongValueError(f"{call.signature.name}.returns: is {said!r}, but it returns one value per {found}")
+    declared, found = call.signature.returns, "pair" if kind == "other" else kind
+    if declared is not None and found is not None and declared != found:
+        raise WrongValueError(f"{call.signature.name}.returns: is {declared!r}, but it returns one value per {found}")
 
 
 def check_elements(want: Want) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from headloss.deferred_checks import check_zero
 from headloss.derived_teachers import AtIds, Top, is_whole, whole_of
 from headloss.engine.arguments import CallArguments
-from headloss.engine.layout import Laid
+from headloss.engine.layout import Marked
 from headloss.engine.teachers import named_teachers
 from headloss.metrics import Metric
 from headloss.prepared import Prepared
@@ -107,7 +107,7 @@ def in_columns(arguments: CallArguments, terms: Terms | None) -> Mapped:
 
 def _of_columns(weights: Any, ids: Tensor) -> Any:
     """Class weights, which are given per token, for a head's columns."""
-    w = weights.value if isinstance(weights, Laid) else weights
+    w = weights.value if isinstance(weights, Marked) else weights
     if not isinstance(w, Tensor) or w.ndim != 1 or w.device != ids.device or not len(ids):
         return weights  # a later check raises
     most, there = sorted_ids(ids)[0][-1], len(w)

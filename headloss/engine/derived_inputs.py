@@ -23,7 +23,7 @@ from headloss.deferred_checks import check_now_or_later, check_zero
 from headloss.derived_teachers import Top
 from headloss.engine.arguments import CallArguments
 from headloss.engine.autograd_contract import refuse_transforms
-from headloss.engine.layout import Laid, PerRow
+from headloss.engine.layout import Marked, PerRow
 from headloss.engine.plan import plain_source
 from headloss.engine.teachers import named_teachers
 from headloss.prepared import Prepared
@@ -171,7 +171,7 @@ def _with_classes(terms: Terms, arguments: CallArguments) -> CallArguments:
             f'count; give it support="all"'
         )
     w_V, targets = inputs.pop("class_weight"), arguments.targets
-    w_V = w_V.value if isinstance(w_V, Laid) else w_V
+    w_V = w_V.value if isinstance(w_V, Marked) else w_V
     targets = targets.targets if isinstance(targets, Prepared) else targets
     for name, term in asking.items():
         if term.targets is not None or not isinstance(targets, Tensor):

@@ -30,7 +30,7 @@ from headloss.trace.signature import Signature
 from headloss.trace.trace import PAIRS, InputSpec
 
 
-class Laid(Immutable):
+class Marked(Immutable):
     """An input marked with its layout.  Immutable, and like `Inputs` opaque to wrappers that cast loose tensors."""
 
     __slots__ = ("value",)
@@ -45,7 +45,7 @@ class Laid(Immutable):
     def __reduce__(self) -> Any:
         return type(self), (self.value,)
 
-    def to(self, *args: Any, **kwargs: Any) -> Laid:
+    def to(self, *args: Any, **kwargs: Any) -> Marked:
         """The same input with `Tensor.to` applied to its tensor."""
         return type(self)(self.value.to(*args, **kwargs))
 
@@ -53,7 +53,7 @@ class Laid(Immutable):
         return f"{type(self).__name__}({tuple(self.value.shape)}, {self.value.dtype})"
 
 
-class PerRow(Laid):
+class PerRow(Marked):
     """An input with one value per row, in the targets' shape; more dimensions may follow.
 
     >>> objective(source, targets, segments=segments, reward=hl.PerRow(reward))
@@ -63,7 +63,7 @@ class PerRow(Laid):
     kind = "row"
 
 
-class PerSegment(Laid):
+class PerSegment(Marked):
     """An input with one value per segment: (S,); more dimensions may follow.
 
     >>> objective(source, targets, segments=segments, reward=hl.PerSegment(reward))
@@ -73,7 +73,7 @@ class PerSegment(Laid):
     kind = "segment"
 
 
-class Whole(Laid):
+class Whole(Marked):
     """An input that belongs to no row, such as a table; functions get it unchanged.
 
     >>> objective(source, targets, class_weight=hl.Whole(class_weight))
@@ -83,7 +83,7 @@ class Whole(Laid):
     kind = "whole"
 
 
-LAID: Mapping[str, type[Laid]] = {x.kind: x for x in (PerRow, PerSegment, Whole)}
+MARKS: Mapping[str, type[Marked]] = {x.kind: x for x in (PerRow, PerSegment, Whole)}
 
 
 class Reading(NamedTuple):
@@ -100,7 +100,7 @@ def readings(terms: Mapping[str, Term], metrics: Iterable[tuple[str, Call]]) -> 
     """The `Reading` of every input that these terms and metrics take."""
     found: dict[str, Reading] = {}
 
-    def unsaid(old: Reading, s: Signature) -> Reading:
+    def undeclared(old: Reading, s: Signature) -> Reading:
         pairs = old.pairs or any(p.name == "pairs" for p in s.parameters)
         return old._replace(segments=(*old.segments, *([s.name] if s.wants("segments") else [])), pairs=pairs)
 
@@ -112,7 +112,7 @@ def readings(terms: Mapping[str, Term], metrics: Iterable[tuple[str, Call]]) -> 
                     continue
                 old = found.get(p.key, Reading())
                 if s.per_segment is None:
-                    old = unsaid(old, s)
+                    old = undeclared(old, s)
                 elif p.name in s.per_segment:
                     old = old._replace(segment=(*old.segment, f"{label} ({s.name})"))
                 else:
@@ -122,16 +122,16 @@ def readings(terms: Mapping[str, Term], metrics: Iterable[tuple[str, Call]]) -> 
             found[call.share] = Reading(row=(label,))
         for name in call.weight_names:
             s, old = call.signature, found.get(name, Reading())
-            may = unsaid(Reading(), s)
+            may = undeclared(Reading(), s)
             likely = s.returns or (None if may.segments or may.pairs else "row")
-            found[name] = (unsaid(old, s) if likely is None else old)._replace(likely=likely)
+            found[name] = (undeclared(old, s) if likely is None else old)._replace(likely=likely)
     return found
 
 
 def fits(
     name: str,
     x: Tensor,
-    said: str | None,
+    marked: str | None,
     leading: tuple[int, ...],
     num_segments: int | None,
     vocab: int,
@@ -144,7 +144,7 @@ def fits(
     if name == "pairs":
         return ("whole",)
     row = shape[: len(leading)] == leading
-    if row and (said == "row" or (said is None and len(leading) > 1)):
+    if row and (marked == "row" or (marked is None and len(leading) > 1)):
         return ("row",)  # (B, T, ...): nothing else shares two sizes with the rows
     ways = ["row"] if row else []
     if num_segments is not None and _same(shape[0], num_segments):
@@ -165,7 +165,7 @@ def _same(size: int, count: int) -> bool:
     return guard_or_false(size == count)
 
 
-_SAID = {
+_MEANINGS = {
     "row": "one value per row (hl.PerRow({0}))",
     "segment": "one per segment (hl.PerSegment({0}))",
     "whole": "a table that belongs to no row (hl.Whole({0}))",
@@ -173,14 +173,14 @@ _SAID = {
 }
 
 
-def choose(name: str, ways: tuple[str, ...], said: str | None, reading: Reading, segmented: bool, shape: str) -> str:
+def choose(name: str, ways: tuple[str, ...], marked: str | None, reading: Reading, segmented: bool, shape: str) -> str:
     """Choose an input's layout among those that fit; raise if neither shape, function nor caller decides it.
 
-    `said`: the layout that the caller declared.  `shape`: the input's shape in words, for an error.
+    `marked`: the layout that the caller marked it with, if any.  `shape`: the input's shape in words, for an error.
     """
     if ways == ("scalar",):
-        if said in ("row", "segment"):
-            raise ValueError(f"{name}: hl.{LAID[said].__name__} of a scalar; a scalar needs no such word")
+        if marked in ("row", "segment"):
+            raise ValueError(f"{name}: hl.{MARKS[marked].__name__} of a scalar; pass the scalar itself")
         return "scalar"
     per_segment = reading.segment if segmented else ()
     if reading.row and per_segment:
@@ -188,16 +188,16 @@ def choose(name: str, ways: tuple[str, ...], said: str | None, reading: Reading,
             f"{name}: {reading.row[0]} takes one value per row, and {per_segment[0]} one per segment; "
             f"give them under two names"
         )
-    if said is not None:
-        if said not in ways and said != "whole":
-            what = {"row": "one value per row, in the targets' shape", "segment": "one per segment, (S,)"}[said]
-            raise ValueError(f"{name}: hl.{LAID[said].__name__} means {what}; {shape} does not fit")
-        chosen = said
+    if marked is not None:
+        if marked not in ways and marked != "whole":
+            what = {"row": "one value per row, in the targets' shape", "segment": "one per segment, (S,)"}[marked]
+            raise ValueError(f"{name}: hl.{MARKS[marked].__name__} means {what}; {shape} does not fit")
+        chosen = marked
     else:
         declared = "row" if reading.row else "segment" if per_segment else reading.likely
         chosen = declared if declared in ways else _only(name, ways, reading, shape)
     if per_segment and chosen != "segment":
-        got = shape if said is None else f"hl.{LAID[said].__name__}"
+        got = shape if marked is None else f"hl.{MARKS[marked].__name__}"
         raise ValueError(f"{name}: {per_segment[0]} takes one value per segment, (S,), got {got}")
     if reading.row and chosen == "segment":
         raise ValueError(
@@ -211,7 +211,7 @@ def _only(name: str, ways: tuple[str, ...], reading: Reading, shape: str) -> str
     possible = {"segment": bool(reading.segments), "pair": reading.pairs}
     left = tuple(way for way in ways if possible.get(way, True)) or ways
     if len(left) > 1:
-        named = " and ".join(_SAID[way].format(name) for way in left)
+        named = " and ".join(_MEANINGS[way].format(name) for way in left)
         also = ""
         if "segment" in left:
             also = f", or in the function: {(*reading.segments, 'loss')[0]}.per_segment = ({name!r},), or () for rows"
@@ -219,7 +219,7 @@ def _only(name: str, ways: tuple[str, ...], reading: Reading, shape: str) -> str
     return left[0]
 
 
-def _check_said(name: str, leading: tuple[int, ...], reading: Reading) -> None:
+def _check_declared(name: str, leading: tuple[int, ...], reading: Reading) -> None:
     """If ranks share segments, raise unless the layout is declared: a shape could fit one layout on this rank and two
     on another, which would raise alone while this one waits."""
     if reading.segments and not (reading.row or reading.segment or reading.likely or len(leading) > 1):
@@ -232,12 +232,12 @@ def _check_said(name: str, leading: tuple[int, ...], reading: Reading) -> None:
 
 
 def lay_out(
-    said: Mapping[str, Reading], inputs: Mapping[str, Any], source: Source, segments: Segments | None
+    declared: Mapping[str, Reading], inputs: Mapping[str, Any], source: Source, segments: Segments | None
 ) -> dict[str, tuple[Tensor, InputSpec]]:
     """Every input of a call as a tensor, and how it is laid out."""
     P = count_pairs(inputs)
     return {
-        name: layout(name, x, source.leading, segments, source.vocab, P, said[name], source.device)
+        name: layout(name, x, source.leading, segments, source.vocab, P, declared[name], source.device)
         for name, x in inputs.items()
         if x is not None
     }
@@ -245,7 +245,7 @@ def lay_out(
 
 def count_pairs(inputs: Mapping[str, Any]) -> int | None:
     pairs = inputs.get("pairs")
-    pairs = pairs.value if isinstance(pairs, Laid) else pairs
+    pairs = pairs.value if isinstance(pairs, Marked) else pairs
     return len(pairs) if isinstance(pairs, Tensor) and pairs.ndim else None
 
 
@@ -260,9 +260,9 @@ def layout(
     device: torch.device,
 ) -> tuple[Tensor, InputSpec]:
     """An input as a tensor, and how it is laid out; raise if no layout fits, or several do."""
-    said = None
-    if isinstance(x, Laid):
-        said, x = x.kind, x.value
+    marked = None
+    if isinstance(x, Marked):
+        marked, x = x.kind, x.value
     if isinstance(x, (bool, int, float)):
         dtype = torch.float64 if isinstance(x, float) and device.type != "mps" else None
         if isinstance(x, int) and abs(x) >= 1 << 63:
@@ -286,14 +286,14 @@ def layout(
     if name == "pairs":
         x = _check_pairs(x, segments)
     S = None if segments is None else segments.num_segments
-    ways = fits(name, x, said, leading, S, vocab, pairs)
-    if not ways and said is None:
+    ways = fits(name, x, marked, leading, S, vocab, pairs)
+    if not ways and marked is None:
         raise ValueError(unfit(name, tuple(x.shape), leading, S))
-    kind = choose(name, ways, said, reading, S is not None, f"shape {tuple(x.shape)}")
-    if segments is not None and segments.group is not None and said is None and kind in ("row", "segment"):
-        _check_said(name, leading, reading)
+    kind = choose(name, ways, marked, reading, S is not None, f"shape {tuple(x.shape)}")
+    if segments is not None and segments.group is not None and marked is None and kind in ("row", "segment"):
+        _check_declared(name, leading, reading)
     after = {"row": len(leading), "segment": 1}.get(kind, 0)
-    if kind == "row" and said is None and reading.row and tuple(x.shape[after:]) == (1,):
+    if kind == "row" and marked is None and reading.row and tuple(x.shape[after:]) == (1,):
         raise ValueError(
             f"{name}: has shape {tuple(x.shape)}; wanted {leading}, one value per row, for {reading.row[0]}: "
             f"{name}.squeeze(-1) (hl.PerRow({name}) if a column is meant)"

@@ -66,7 +66,7 @@ class Plans:
         self.fast_paths: dict[Any, tuple[Form, dict[Any, Any]]] = {}  # see `fast_path.py`
         self.readings = dict.fromkeys(CLASSES.values(), Reading()) | readings(terms.terms, terms.metrics)
         # inputs that some function declares to have one value per row
-        self.per_row = frozenset(n for n, said in self.readings.items() if said.row and not said.segment)
+        self.per_row = frozenset(n for n, r in self.readings.items() if r.row and not r.segment)
         self.weights = {name: term.weight for name, term in terms.terms.items()}
         self.off = switched_off(self.weights)
         # temperatures of terms and of their facts
@@ -187,13 +187,13 @@ def form_of(
         if value is None or name not in known:
             key += (name, value is None)
             continue
-        said = type(value) is PerRow
-        value_ = value.value if said else value
+        marked = type(value) is PerRow
+        value_ = value.value if marked else value
         if plain and type(value_) is Tensor:
             check_dense(name, value_)
             of_rows = value_.shape == leading and value_.device == device
-            if (of_rows and (unambiguous or said or name in plans.per_row)) or (not value_.ndim and not said):
-                key += (name, said, value_.dtype, not value_.ndim, grad and value_.requires_grad)
+            if (of_rows and (unambiguous or marked or name in plans.per_row)) or (not value_.ndim and not marked):
+                key += (name, marked, value_.dtype, not value_.ndim, grad and value_.requires_grad)
                 given[name] = value_
                 continue
         try:

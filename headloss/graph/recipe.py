@@ -25,7 +25,7 @@ from torch import Tensor
 
 from headloss.config import read_config
 from headloss.engine.arguments import CallArguments
-from headloss.engine.layout import LAID, Laid, Reading, choose, fits, readings, unfit
+from headloss.engine.layout import MARKS, Marked, Reading, choose, fits, readings, unfit
 from headloss.graph.content import _BY_NUMBER, Traits, content_key, portable_config
 from headloss.options import constant
 from headloss.parallel.shard import VocabShard
@@ -130,7 +130,7 @@ class CallParts:
 
     def input(self, name: str, x: Any, num_segments: int | None, vocab: int, pairs: int | None) -> None:
         declared = None
-        if isinstance(x, Laid):
+        if isinstance(x, Marked):
             declared, x = x.kind, x.value
         if isinstance(x, float):
             x = self.number(x, torch.float64)
@@ -206,7 +206,7 @@ def split_call(
         else:
             parts.scalar(f"weights.{name}", weight, source.fact_dtype)
     wanted = []
-    plain = {name: x.value if isinstance(x, Laid) else x for name, x in inputs.items() if x is not None}
+    plain = {name: x.value if isinstance(x, Marked) else x for name, x in inputs.items() if x is not None}
     pairs = plain.get("pairs")
     P = pairs.shape[0] if isinstance(pairs, Tensor) and pairs.ndim else None
     for name, x in plain.items():
@@ -326,10 +326,10 @@ class RebuiltCall:
         self.needs = tuple(data["needs"])
 
     @property
-    def laid(self) -> dict[str, Laid]:
+    def marked_inputs(self) -> dict[str, Marked]:
         """The inputs, each marked with the kind that the recipe gives it."""
         kinds = {name: layout[0] for name, _, *layout in self.recipe.data["tensors"]}
-        return {n: LAID[kinds[f"inputs.{n}"]](x) for n, x in self.inputs.items()}
+        return {n: MARKS[kinds[f"inputs.{n}"]](x) for n, x in self.inputs.items()}
 
     def prepared(self) -> Prepared | None:
         """The targets with the numbers that the host knows about them."""

@@ -77,7 +77,7 @@ def plan_of(
 
 def arguments_of(args: RebuiltCall, targets: Tensor | Prepared | None, host_read: bool) -> CallArguments:
     options = CallOptions(args.num_items, args.num_segments, args.weights, args.grad_scale, host_read)
-    return CallArguments(args.source, targets, args.segments, args.teacher, options, args.laid)
+    return CallArguments(args.source, targets, args.segments, args.teacher, options, args.marked_inputs)
 
 
 def prepared_targets(args: RebuiltCall, host_read: bool) -> tuple[Tensor | Prepared | None, bool]:
