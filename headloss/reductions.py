@@ -38,7 +38,7 @@ def check_reduced(fn: Callable[..., Any], label: str, reduction: str, name: obje
         raise TypeError(f"reduction_segments: wanted the name of an input that holds hl.Segments, got {got}")
     if reduction not in NEEDS_SEGMENTS:
         wanted = ", ".join(sorted(NEEDS_SEGMENTS))
-        raise ValueError(f"reduction_segments: goes with {wanted}; {reduction!r} does not go by segments")
+        raise ValueError(f"reduction_segments: goes with {wanted}; {reduction!r} does not use segments")
     if getattr(fn, "returns", None) in ("segment", "pair"):
         raise ValueError(rows_only(label, fn.returns))  # type: ignore[attr-defined]
 

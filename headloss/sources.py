@@ -336,7 +336,7 @@ def _settle_vocab(source: Logits | Linear, held: int) -> None:
     if said is not None and (isinstance(said, bool) or not isinstance(said, int)):
         raise TypeError(f"vocab: wanted an integer, got {type(said).__name__}")
     if source.shard is not None and said not in (None, source.shard.vocab):
-        raise ValueError(f"vocab: is {said}, but the shard's is {source.shard.vocab}; say it there alone")
+        raise ValueError(f"vocab: is {said}, but the shard's is {source.shard.vocab}; leave out vocab=")
     if source.shard is None and said is not None and not 1 <= said <= held:
         raise ValueError(f"vocab: wanted at most {held}, the number of columns, and at least 1, got {said}")
     object.__setattr__(source, "vocab", said or (held if source.shard is None else source.shard.vocab))

@@ -277,7 +277,7 @@ class Term(Immutable):
         """The teacher, or the ids, that a fact compares with; None if it does not compare."""
         if fact in TOP:
             if self.top is None:
-                raise TypeError(f"facts: {fact!r} is of a number of columns; say how many, hl.Term(..., top=K)")
+                raise TypeError(f"facts: {fact!r} needs a number of columns; say how many, hl.Term(..., top=K)")
             return top_of(self.top, teacher if "teacher_top_logprob" in (fact, *parameters_of(self.fn)) else None)
         return (ids if fact in SPARSE else teacher) if fact in COMPARING else None
 
@@ -356,7 +356,7 @@ def _check_facts(facts: Mapping[str, tuple[str, float]] | None) -> dict[str, tup
         fact, temperature = pair
         if not isinstance(fact, str) or fact not in FACTS or fact == "divergence":
             there = [f for f in FACTS if f != "divergence"]
-            near = suggest(str(fact), there) or f"; there are {', '.join(there)}"
+            near = suggest(str(fact), there) or f"; the facts are {', '.join(there)}"
             raise ValueError(f"facts: {shown(fact)} is not a fact{near}")
         if not (is_number(temperature) and temperature > 0):
             raise ValueError(f"facts: wanted a positive temperature for {name!r}, got {shown(temperature)}")

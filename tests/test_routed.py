@@ -130,7 +130,7 @@ def test_refusals() -> None:
     narrow = {**teachers, "code": hl.Linear(batch.guides[1][0], batch.guides[1][1][:7])}
     with pytest.raises(ValueError, match=r"teachers\['code'\]: its vocab is 7, that of the first 19"):
         hl.Routed(narrow, batch.route)
-    with pytest.raises(ValueError, match="metrics: 'teacher_agreement' looks at a routed teacher"):
+    with pytest.raises(ValueError, match="metrics: 'teacher_agreement' uses a routed teacher"):
         hl.Objective(kl=forward_kl, metrics=["teacher_agreement"])(
             hl.Linear(batch.hidden, batch.weight), batch.targets, teacher=batch.teacher()
         )

@@ -51,8 +51,8 @@ def save_tensors(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args
         for name, x in zip(names[:args], tensors):
             if x.is_inference():
                 raise RuntimeError(
-                    f"{name}: was made under torch.inference_mode(), and autograd cannot keep it for the gradient of "
-                    f"what it meets; pass {name}.clone(), or make it under torch.no_grad()"
+                    f"{name}: was made under torch.inference_mode(), and autograd cannot save it for the backward; "
+                    f"pass {name}.clone(), or make it under torch.no_grad()"
                 ) from None
         versions = [0 if x.is_inference() else x._version for x in tensors]
         for i, (name, x) in enumerate(zip(names, tensors)):
@@ -208,8 +208,8 @@ def refuse_transforms(arguments: Any, weights: Mapping[str, Any] = {}) -> None:
             )
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
             raise RuntimeError(
-                f"{name}: carries a forward-mode tangent, which a headloss call would drop; only reverse mode is there "
-                f"(loss.backward(), torch.autograd.grad).  Pass it detached if the tangent is not wanted"
+                f"{name}: carries a forward-mode tangent, which a headloss call would drop; headloss has reverse mode "
+                f"only (loss.backward(), torch.autograd.grad).  Pass it detached if the tangent is not wanted"
             )
 
 

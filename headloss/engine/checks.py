@@ -84,10 +84,10 @@ def check_teachers(label: str, call: Call, teachers: Mapping[str, Teacher]) -> N
         if name not in teachers:
             if name != UNNAMED:
                 near = suggest(str(name), teachers)
-                raise ValueError(f"teacher: {label} uses {name!r}, which was not passed (there are: {there}){near}")
+                raise ValueError(f"teacher: {label} uses {name!r}, which was not passed (passed: {there}){near}")
             which = "Term(teacher=...) must name one" if len(passed_names(teachers)) > 1 else "pass teacher=..."
             which += " or, for columns of your own, ids=..." * (what in ("ids_logprob", "ids_logit"))
-            raise ValueError(f"teacher: {label} needs one for {what!r}; {which} (there are: {there})")
+            raise ValueError(f"teacher: {label} needs one for {what!r}; {which} (passed: {there})")
         if isinstance(teachers[name], Sparse) != sparse:
             kind = "a sparse teacher (hl.Sparse)" if sparse else "a dense teacher (hl.Logits or hl.Linear)"
             got = type(teachers[name]).__name__
@@ -225,7 +225,8 @@ def check_spread(label: str, found: Trace, shapes: Mapping[str, InputSpec]) -> N
     if per_segment and found.joint is None and mismatch:
         name = per_segment[0]
         raise ValueError(
-            f"{name}: has one value per segment, where {label} meets it with one per row; pass segments.spread({name})"
+            f"{name}: has one value per segment, where {label} combines it with one per row; "
+            f"pass segments.spread({name})"
         )
 
 

@@ -125,8 +125,8 @@ def _check_numbers(term: Term) -> None:
         for p in signature.parameters:
             if p.name in NUMBERS or (p.fact is not None and p.fact.name in NUMBERS):
                 raise ValueError(
-                    f"vocab_ids: {signature.name} asks for {p.name!r}, which would be columns of this head and no "
-                    f"tokens; a loss on such a head has to do without"
+                    f"vocab_ids: {signature.name} asks for {p.name!r}, which would be columns of this head, not "
+                    f"tokens; a function on such a head cannot use it"
                 )
 
 
@@ -135,15 +135,15 @@ def _teacher(teacher: Any, ids: Tensor, shard: Any) -> Any:
         return Sparse(to_columns(ids, teacher.ids, -1)[0], teacher.logprobs)
     if isinstance(teacher, Routed):
         raise ValueError(
-            "vocab_ids: routed teachers cannot be read at them; name the teachers, and give each a term with a row "
-            "weight of 0 for rows that are not its own"
+            "vocab_ids: routed teachers do not work with them; pass the teachers by name, and give each a term with "
+            "a row weight of 0 for rows that are not its own"
         )
     if not isinstance(teacher, (Logits, Linear)):
         return teacher  # a later check raises
     if teacher.shard is not None or shard is not None:
         whose = "a dense teacher" if teacher.shard is not None else "a dense teacher by a head"
         raise ValueError(
-            f"vocab_ids: {whose} whose vocabulary lies on several ranks cannot be read at them; give the teacher's top "
+            f"vocab_ids: {whose} whose vocabulary is split over ranks cannot be read at them; pass the teacher's top "
             f"K, hl.topk(teacher, K), which every rank has whole"
         )
     return AtIds(teacher, ids)

@@ -142,7 +142,7 @@ def _check_num_segments(terms: Terms, arguments: CallArguments) -> None:
         one, other = list(over.values())[:2]
         raise ValueError(
             f"num_segments: is one number, but terms {one!r} and {other!r} are averaged over different segments; leave "
-            f"it out, or give their terms to calls of their own"
+            f"it out, or put these terms into two objectives"
         )
 
 

@@ -289,8 +289,8 @@ class TermsOnRows:
             return call.signature.returns.replace("pair", "other")
         name, either = call.signature.name, " or ".join(f"{way!r}" for way in ways)
         raise ValueError(
-            f"{name}: there are {length} of its values, which fits one per {' and one per '.join(ways)}, and it is not "
-            f"traced; let it say which: {name}.returns = {either}"
+            f"{name}: returned {length} values, which fits one per {' and one per '.join(ways)}, and is not traced; "
+            f"set {name}.returns to {either}"
         )
 
     def _measure(self, values: Mapping[str, Any], kinds: Mapping[str, str]) -> None:

@@ -261,7 +261,9 @@ def choose_calls(
     for name, call in metrics:
         check_teachers(f"metric {name!r}", call, teachers)
         if not call.row_weights and any(isinstance(teachers.get(str(f.teacher)), Routed) for f in call.facts):
-            raise ValueError(f"metrics: {name!r} looks at a routed teacher, which rows may lack; measure it in a Term")
+            raise ValueError(
+                f"metrics: {name!r} uses a routed teacher, which some rows do not have; return it as a metric of a term"
+            )
     check_asked(teachers, [*calls.values(), *(call for _, call in metrics)])
     named = {f"{i} of {n}" for n, x in teachers.items() if isinstance(x, Sparse) for i in TEACHER_INPUTS}
     check_inputs(calls.items(), inputs, CALL_NAMES, off=off, metrics=metrics, teachers=named)

@@ -236,8 +236,8 @@ def _pull(ctx: Any, saved: Sequence[Tensor], g_loss: Any, *g_facts: Any) -> tupl
             by_input = [None if g is None else scale * g for g in inputs]
     if pending and overwritten:
         raise RuntimeError(
-            "inplace: the logits have been modified by an inplace operation, their own gradient: nothing but the "
-            "loss can be pulled on, and only once; use inplace=False, or make the fact's part a term"
+            "inplace: the logits have been modified by an inplace operation, since their gradient overwrote them: only "
+            "the loss has a gradient, and only once; use inplace=False, or make a term of what you compute from a fact"
         )
     if pending and True in needs:
         restored = sweep.restored(read_again(ctx, saved, len(needs)))

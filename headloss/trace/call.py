@@ -352,8 +352,8 @@ def _refuse_tangents(name: str, results: Iterable[Any]) -> None:
     """Raise if a result carries a forward-mode tangent: no argument does, so a captured tensor must."""
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in results):
         raise RuntimeError(
-            f"{name}: a tensor that it captures carries a forward-mode tangent, which a headloss call would drop; only "
-            f"reverse mode is there.  Capture torch.autograd.forward_ad.unpack_dual(x).primal"
+            f"{name}: a tensor that it captures carries a forward-mode tangent, which a headloss call would drop: "
+            f"headloss has reverse mode only.  Capture torch.autograd.forward_ad.unpack_dual(x).primal"
         )
 
 

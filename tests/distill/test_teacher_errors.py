@@ -41,7 +41,7 @@ BAD: list[tuple[hl.Objective, Any, str]] = [
     (KD, hl.Sparse(IDS + V, LOGPROBS), "teacher: wanted ids in [0, 9) or -1 for none, but row 0 has 9"),
     (KD, hl.Sparse(IDS - 2, LOGPROBS), "teacher: wanted ids in [0, 9) or -1 for none, but row 0 has -2"),
     (KD, {"x": hl.Sparse(IDS - 2, LOGPROBS)}, "teacher['x']: wanted ids"),
-    (KD, {"a": DENSE, "b": DENSE}, "Term(teacher=...) must name one (there are: 'a', 'b')"),
+    (KD, {"a": DENSE, "b": DENSE}, "Term(teacher=...) must name one (passed: 'a', 'b')"),
     (hl.Objective(kd=hl.Term(forward_kl, teacher="big")), DENSE, "term 'kd' (forward_kl) uses 'big'"),
     (hl.Objective(kd=hl.Term(forward_kl, teacher="big")), {"bag": DENSE}, "did you mean 'bag'?"),
     (hl.Objective(ce=cross_entropy), DENSE, "teacher: one was passed, but terms and metrics use none"),

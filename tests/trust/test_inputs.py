@@ -491,7 +491,7 @@ def test_values_that_no_trace_has_seen(what: str) -> None:
     on, logp, leaves = source("Logits")
     inputs = {"pairs": PAIRS} if what == "pair" else {}
     fn = UNTRACED[what]
-    with pytest.raises(ValueError, match=rf"{fn.__name__}: .*fits one per row.*{fn.__name__}.returns = 'row' or"):
+    with pytest.raises(ValueError, match=rf"{fn.__name__}: .*fits one per row.*{fn.__name__}.returns to 'row' or"):
         hl.Objective(l=fn)(on, targets, segments=SEGMENTS, **inputs)
     said = functools.wraps(fn)(lambda *args, **kwargs: fn(*args, **kwargs))
     said.returns = what
