@@ -90,7 +90,7 @@ class _FactsThat(Set[str]):
 CONSTANT = _FactsThat(lambda rule: not rule.pulls)  # no gradient
 LOST = _FactsThat(lambda rule: not rule.pulls and rule.moves)  # no gradient, although it depends on the logits
 VALUED = _FactsThat(lambda rule: rule.valued)  # the pull reads the value
-PLAIN = {"least", "square", "teacher_square", "dot"}  # sums of the logits themselves, not of their softmax
+LOGIT_SUMS = {"least", "square", "teacher_square", "dot"}  # of the logits, not of their softmax
 NEEDS_TARGET = _FactsThat(lambda rule: "target" in rule.sums)
 
 
@@ -121,9 +121,9 @@ class Want:
         self.temperatures = tuple(dict.fromkeys(f.temperature for f in self.facts))
         self.teachers = tuple(dict.fromkeys(f.teacher for f in self.facts if f.teacher is not None))
         names = {f.name for f in self.facts}
-        self.plain = any(FACTS[name].sums & PLAIN for name in names)
-        self.only_plain = all(
-            FACTS[name].sums and FACTS[name].sums <= PLAIN | {"T"} for name in names
+        self.of_logits = any(FACTS[name].sums & LOGIT_SUMS for name in names)
+        self.only_of_logits = all(
+            FACTS[name].sums and FACTS[name].sums <= LOGIT_SUMS | {"T"} for name in names
         )  # no softmax is needed
         self.only_ids = names == {"ids_logit"}  # only logits at given ids, no softmax
         self._sums = frozenset(

@@ -195,7 +195,7 @@ class Linear:
         bytes_ += self.gemm_dtype.itemsize if self.chunk_dtype != self.gemm_dtype else 0
         return bytes_ * padded(self.vocab if self.shard is None else self.shard.even_width)
 
-    def chunk_rows(self, extra: int = 0, besides: Sequence[int] = (), gathered: int = 0) -> int:
+    def chunk_rows(self, extra: int = 0, fixed_bytes: Sequence[int] = (), gathered: int = 0) -> int:
         """How many rows a chunk of logits may have; see `engine.budget` for what else takes memory."""
         budget, row_bytes = parse_bytes(self.memory), self.row_bytes + extra
         if row_bytes > budget:
@@ -203,12 +203,12 @@ class Linear:
                 f"memory: one row of {self.columns} logits takes {row_bytes} bytes, the budget is {budget}; "
                 f"give at least {row_bytes}"
             )
-        return max(1, self.room(besides, row_bytes) // max(1, row_bytes + gathered))
+        return max(1, self.room(fixed_bytes, row_bytes) // max(1, row_bytes + gathered))
 
-    def room(self, besides: Sequence[int], least: int = 0) -> int:
-        """The budget left for rows.  An item of `besides` counts only if it leaves `least` and half the budget."""
+    def room(self, fixed_bytes: Sequence[int], least: int = 0) -> int:
+        """The budget left for rows.  An item of `fixed_bytes` counts only if it leaves `least` and half the budget."""
         left = budget = parse_bytes(self.memory)
-        for n in besides:
+        for n in fixed_bytes:
             left -= n if left - n >= max(least, budget // 2) else 0
         return left
 

@@ -173,7 +173,7 @@ class DensePull(NamedTuple):
     u: Tensor | None = None
 
     @property
-    def plain(self) -> bool:
+    def of_logits(self) -> bool:
         return self.z is not None or self.u is not None
 
 
@@ -263,17 +263,17 @@ def merge_teacher(parts: TeacherPartial, shift: Tensor, pairs: Pairs) -> Teacher
                 G=None if G is None else torch.where(k > 0, k * (G + dt * S), 0.0).sum(0),
             )
         )
-    plain = [None if x is None else x.sum(0) for x in parts[3:]]
-    return DensePartial(best, argmax, tuple(moments), *plain)
+    of_logits = [None if x is None else x.sum(0) for x in parts[3:]]
+    return DensePartial(best, argmax, tuple(moments), *of_logits)
 
 
-def plain_sums(z_BU: Tensor, u_BU: Tensor, asked: Callable[[str], bool]) -> list[Tensor | None]:
+def logit_sums(z_BU: Tensor, u_BU: Tensor, asked: Callable[[str], bool]) -> list[Tensor | None]:
     """The last three fields of a `DensePartial`, each if asked for."""
     pairs = {"square": (z_BU, z_BU), "teacher_square": (u_BU, u_BU), "dot": (z_BU, u_BU)}
     return [torch.linalg.vecdot(*pair) if asked(name) else None for name, pair in pairs.items()]
 
 
-def plain_pull(grad_BU: Tensor, z_BU: Tensor, u_BU: Tensor, pull: DensePull, rows: slice) -> None:
+def logit_pull(grad_BU: Tensor, z_BU: Tensor, u_BU: Tensor, pull: DensePull, rows: slice) -> None:
     """Add the pull on the logits themselves (`z`, `u`) to d(loss)/d(z)."""
     for k, x_BU in ((pull.z, z_BU), (pull.u, u_BU)):
         if k is not None:

@@ -166,7 +166,7 @@ class Term(Immutable):
         self._set(
             fn=fn, weight=weight, reduction=reduction, length=length, reduction_segments=reduction_segments,
             row_weight=row_weight, temperature=temperature, facts=MappingProxyType(_check_facts(facts)),
-            inputs=MappingProxyType(_check_taken(inputs)), targets=targets, teacher=teacher, tail=tail, top=top,
+            inputs=MappingProxyType(_check_input_names(inputs)), targets=targets, teacher=teacher, tail=tail, top=top,
             support=support, pure=pure, _calls={}, _foreign_divergence=is_divergence(fn) and not is_ours(fn),
         )  # fmt: skip
         share = None if reduction_segments is None else share_of(reduction, length, reduction_segments)
@@ -180,14 +180,14 @@ class Term(Immutable):
         self._set(needs_segments=asked or (reduction in NEEDS_SEGMENTS and reduction_segments is None))
 
     def __reduce__(self) -> Any:
-        return functools.partial(Term, **self._said(), **self.options), (self.fn,)
+        return functools.partial(Term, **self._arguments(), **self.options), (self.fn,)
 
     def __repr__(self) -> str:
-        said = {k: v for k, v in self._said().items() if v is not None and v != {} and v != DEFAULTS[k]}
+        said = {k: v for k, v in self._arguments().items() if v is not None and v != {} and v != DEFAULTS[k]}
         said |= self.options
         return f"Term({', '.join([function_name(self.fn), *(f'{k}={v!r}' for k, v in said.items())])})"
 
-    def _said(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         """What it was made with, apart from its function and options."""
         return {name: getattr(self, name) for name in sorted(RESERVED)} | {
             "facts": dict(self.facts),
@@ -233,7 +233,7 @@ class Term(Immutable):
             name: Fact(
                 fact,
                 None if temperature == source_temperature and fact not in COMPARING else temperature,
-                self._looks_at(fact, teacher, ids),
+                self._compared_with(fact, teacher, ids),
             )
             for name, (fact, temperature) in self.facts.items()
         }
@@ -273,7 +273,7 @@ class Term(Immutable):
         returns, name = "row" if is_divergence(self.fn) else signature.returns, function_name(self.fn)
         return Call(fn, signature._replace(name=name, returns=returns), self.options, weighed, self.pure)
 
-    def _looks_at(self, fact: str, teacher: str, ids: str) -> str | None:
+    def _compared_with(self, fact: str, teacher: str, ids: str) -> str | None:
         """The teacher, or the ids, that a fact compares with; None if it does not compare."""
         if fact in TOP:
             if self.top is None:
@@ -355,8 +355,8 @@ def _check_facts(facts: Mapping[str, tuple[str, float]] | None) -> dict[str, tup
             raise TypeError(f"facts: wanted {{name: (fact, temperature)}}, got {shown(name)}: {shown(pair)}")
         fact, temperature = pair
         if not isinstance(fact, str) or fact not in FACTS or fact == "divergence":
-            there = [f for f in FACTS if f != "divergence"]
-            near = suggest(str(fact), there) or f"; the facts are {', '.join(there)}"
+            names = [f for f in FACTS if f != "divergence"]
+            near = suggest(str(fact), names) or f"; the facts are {', '.join(names)}"
             raise ValueError(f"facts: {shown(fact)} is not a fact{near}")
         if not (is_number(temperature) and temperature > 0):
             raise ValueError(f"facts: wanted a positive temperature for {name!r}, got {shown(temperature)}")
@@ -364,7 +364,7 @@ def _check_facts(facts: Mapping[str, tuple[str, float]] | None) -> dict[str, tup
     return checked
 
 
-def _check_taken(inputs: Mapping[str, str] | None) -> dict[str, str]:
+def _check_input_names(inputs: Mapping[str, str] | None) -> dict[str, str]:
     if inputs is not None and not isinstance(inputs, Mapping):
         raise TypeError(f"inputs: wanted {{parameter: name of an input}}, got {shown(inputs)}")
     for name, taken in (inputs or {}).items():
@@ -382,10 +382,10 @@ def _check_options(fn: Callable[..., Any], options: Mapping[str, Any]) -> dict[s
     known = {p.name: p for p in parameters_of(fn).values() if p.kind is p.KEYWORD_ONLY}
     for option in options:
         if option not in known:
-            there = f"its options are {', '.join(known)}" if known else "it has none"
+            about = f"its options are {', '.join(known)}" if known else "it has none"
             if option in parameters_of(fn):
-                there = f"it is an input of the call; for an option, write it after a *: def {name}(..., *, {option})"
-            raise TypeError(f"{name}: no option {option!r}; {there}{suggest(option, [*known, *RESERVED])}")
+                about = f"it is an input of the call; for an option, write it after a *: def {name}(..., *, {option})"
+            raise TypeError(f"{name}: no option {option!r}; {about}{suggest(option, [*known, *RESERVED])}")
     missing = [k for k, p in known.items() if p.default is p.empty and k not in options]
     if missing:
         raise TypeError(f"{name}: option {missing[0]!r} has no default; pass it to Term")

@@ -564,7 +564,7 @@ FAULTS = [
     Fault("vocab_ids.py", "prepared = self.as_prepared if torch.compiler.is_compiling() else self.vocab_ids", "prepared = self.vocab_ids", "a graph takes targets prepared for tokens that were written to", DRAFT),
     Fault("vocab_ids.py", "missing = (x >= 0) & ~among", "missing = (x > 0) & ~among", "token 0 is no target that a draft head can lack", DRAFT),
     Fault("engine/sweeps.py", "[lse - known.max / T for", "[lse - known.max for", "a draft head's teacher forgets its temperature", DRAFT),
-    Fault("engine/bound_teachers.py", "super().besides + len(self.ids) * weight.shape[1] * weight.element_size()", "super().besides", "the rows of a teacher's weight that are gathered are beyond the budget", DRAFT),
+    Fault("engine/bound_teachers.py", "super().fixed_bytes + len(self.ids) * weight.shape[1] * weight.element_size()", "super().fixed_bytes", "the rows of a teacher's weight that are gathered are beyond the budget", DRAFT),
     Fault("engine/budget.py", " - longest * (source.row_bytes + cost.gathered)", "", "a run of rows leaves its teachers room that it takes itself", DRAFT),
     Fault("engine/sweeps.py", "if not chunk.is_last:", "if False:", "the gradient of a run of rows goes into the products with each of its chunks", DRAFT),
     Fault("backends/triton/kernels/visit.py", "lse = tl.load(given.teacher_tails[i] + row) - tl.div_rn(other, Tt)", "lse = tl.load(given.teacher_tails[i] + row)", "what a teacher gives a draft head's tokens is not measured from its maximum", DRAFT),
@@ -606,7 +606,7 @@ FAULTS = [
     Fault("metrics.py", "counted = unmasked if counted is None else counted & unmasked", "counted = unmasked", "ignored rows count in metrics under a mask", LEFT_OUT),
     Fault("row_weights.py", "w * ((w >= low) & (w <= high)).to(w.dtype)", "w.clamp(low, high)", "a band clips in place of dropping", ("tests/test_policy_weights.py",)),
     Fault("row_weights.py", "whole = segments.totals(drift) if level == \"segment\" else segments.means(drift)", "whole = segments.means(drift)", "a segment's weight taken for its geometric mean", ("tests/test_policy_weights.py",)),
-    Fault("sources.py", "self.room(besides, row_bytes) // max", "2 * self.room(besides, row_bytes) // max", "the memory budget is overrun twice", ("tests/test_memory.py", "tests/test_plan.py", "tests/contracts")),
+    Fault("sources.py", "self.room(fixed_bytes, row_bytes) // max", "2 * self.room(fixed_bytes, row_bytes) // max", "the memory budget is overrun twice", ("tests/test_memory.py", "tests/test_plan.py", "tests/contracts")),
     # Triton kernels, in the interpreter
     Fault("backends/triton/kernels/running_sums.py", "X = k * (X + d * S)", "X = k * X", "a block's moment is not rebased", ("tests/kernels/test_triton.py",)),
     Fault("backends/triton/kernels/running_sums.py", "Q = k * k * Q", "Q = k * Q", "a block's squares are rebased once", ("tests/kernels/test_triton.py",)),

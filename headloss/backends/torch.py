@@ -101,7 +101,7 @@ def sums(
         for comparison in comparisons:
             comparison.tile(rows, z_BV, x_BV, max_B, start)
         for i, (moments, T) in enumerate(zip(out.moments, temperatures, strict=True)):
-            if want.only_plain:
+            if want.only_of_logits:
                 moments.S[rows] = 1.0
                 for comparison in comparisons:
                     comparison.skip(moments.S[rows])

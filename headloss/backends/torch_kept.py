@@ -100,7 +100,7 @@ def _kind(
         if isinstance(chunk, DenseChunk) and not chunk.tail:
             return "unit", comparing[0]
     if not overwrites:
-        return None if want.only_plain else ("e", None)
+        return None if want.only_of_logits else ("e", None)
     if len(want.temperatures) > 1 or not all(isinstance(x, SparseChunk) for x in teachers):
         return None
     return None if any(k.b is not None for k in pulls) else ("e", None)  # log p needs the logits

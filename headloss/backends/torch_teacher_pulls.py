@@ -26,7 +26,7 @@ from headloss.teachers import (
     TeacherPulls,
     Temperature,
     column,
-    plain_pull,
+    logit_pull,
 )
 
 
@@ -45,11 +45,11 @@ def pull_tile(
     for i, (pull, T) in enumerate(zip(pulls, temperatures, strict=True)):
         if isinstance(pull, DensePull):
             assert isinstance(chunk, DenseChunk)
-            if pull.plain:
+            if pull.of_logits:
                 z_BU = tile.z_BV[:, : chunk.columns]
                 u_BU = logits(chunk.raw_CV[rows, : chunk.columns], chunk.scale, chunk.softcap).to(z_BU.dtype)
                 grad_BV = tile.zeros() if grad_BV is None else grad_BV
-                plain_pull(grad_BV[:, : chunk.columns], z_BU, u_BU, pull, rows)
+                logit_pull(grad_BV[:, : chunk.columns], z_BU, u_BU, pull, rows)
             if not pull.divergences and all(x is None for x in pull[:4]):
                 continue
             unit_BV = tile.kept_as("unit")

@@ -29,8 +29,8 @@ from headloss.teachers import (
     TeacherTop,
     Temperature,
     TopChunk,
+    logit_sums,
     places,
-    plain_sums,
 )
 
 
@@ -74,7 +74,7 @@ class Comparison:
             u_BU = logits(self.chunk.raw_CV[rows, : self.chunk.columns], self.chunk.scale, self.chunk.softcap)
             u_BU = u_BU.to(self.dtype)
             part |= _best(u_BU, start, self.want.sums("argmax", teacher=self.name))
-            part["plain"] = plain_sums(z_BV[:, : u_BU.shape[-1]], u_BU, lambda x: self.want.sums(x, teacher=self.name))
+            part["plain"] = logit_sums(z_BV[:, : u_BU.shape[-1]], u_BU, lambda x: self.want.sums(x, teacher=self.name))
             max_B1 = part["max"].masked_fill(part["max"] == -math.inf, 0.0)[:, None]
             part["y"] = torch.sub(u_BU, max_B1, out=self.workspace("y", u_BU, self.dtype))
         elif isinstance(self.chunk, TopChunk):

@@ -93,8 +93,8 @@ def _by_route(rows: Rows, plan: Plan, arguments: CallArguments) -> Rows:
 
 def _compared_by_segment(plan: Plan, arguments: CallArguments, wanted: bool) -> tuple[str, list[Tensor]]:
     """What ranks that share segments must agree on: what decides their collectives, and numbers of the whole batch."""
-    met = [t for t in plan.terms if t.trace.kind != "row" or t.sums_weights or any(t.trace.sums)]
-    terms = [(t.name, t.call.signature.name, t.reduction, t.trace.kind, t.trace.value, t.trace.sums) for t in met]
+    combining = [t for t in plan.terms if t.trace.kind != "row" or t.sums_weights or any(t.trace.sums)]
+    terms = [(t.name, t.call.signature.name, t.reduction, t.trace.kind, t.trace.value, t.trace.sums) for t in combining]
     metrics = [name for name, call in plan.metrics if call.wants("segments")]
     of_segments = [x for n, x in arguments.inputs.items() if n == "pairs" or plan.shapes[n].kind == "segment"]
     whole = [x for x in of_segments if not x.dtype.is_floating_point]

@@ -74,9 +74,9 @@ class GatheredRows(DenseTeacherRows):
         self.ids = ids
 
     @property
-    def besides(self) -> int:
+    def fixed_bytes(self) -> int:
         weight = self.teacher.weight  # type: ignore[union-attr]
-        return super().besides + len(self.ids) * weight.shape[1] * weight.element_size()
+        return super().fixed_bytes + len(self.ids) * weight.shape[1] * weight.element_size()
 
     def _open(self) -> Head:
         named = {"weight": self.teacher.weight, "bias": self.teacher.bias}  # type: ignore[union-attr]

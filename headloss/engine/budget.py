@@ -1,10 +1,10 @@
 """The `memory=` budget: how many rows of logits may exist at a time, given what else a call holds.
 
     each row of a chunk    its logits, its teachers' logits, and the hidden rows that are gathered for it
-    besides                a copy of the weight in another dtype, gathered rows of a teacher's weight and, if rows come
+    however many rows      a copy of the weight in another dtype, gathered rows of a teacher's weight and, if rows come
                            in several chunks, the accumulator of the weight's gradient
 
-What is held besides counts against the budget if it leaves half of that to the rows.  Otherwise it comes on top, and
+The latter count against the budget if they leave half of it to the rows.  Otherwise they come on top, and
 `explain` says so: a head of 128256 x 4096 accumulates 2 GiB, which would leave nothing of 1 GiB for a chunk.
 """
 
@@ -29,7 +29,7 @@ class Cost(NamedTuple):
 
     row: int = 0  # per row of a chunk, for its teachers
     gathered: int = 0  # per row, if hidden rows are gathered
-    besides: int = 0  # whatever the number of rows
+    fixed_bytes: int = 0  # however many rows a chunk has
 
 
 NO_COST = Cost()
@@ -43,7 +43,7 @@ def accumulator(source: Linear, several: bool) -> torch.dtype:
     return wide if several or source.weight_grad_dtype is not None else source.weight.dtype
 
 
-def held_besides(source: Linear, several: bool) -> dict[str, int]:
+def fixed_bytes_of(source: Linear, several: bool) -> dict[str, int]:
     """Bytes that the student's head holds, however many rows a chunk has."""
     wide, size = accumulator(source, several), source.weight.shape[1]
     columns = source.columns if source.shard is None else source.shard.even_width  # all ranks make the same chunks
@@ -55,18 +55,18 @@ def held_besides(source: Linear, several: bool) -> dict[str, int]:
     }
 
 
-def besides(source: Linear, cost: Cost, several: bool) -> list[int]:
-    """Bytes that are held besides rows; what cannot be avoided comes first."""
-    own = held_besides(source, several)
-    return [cost.besides, own[COPIES], own[ACCUMULATOR]]
+def fixed_bytes(source: Linear, cost: Cost, several: bool) -> list[int]:
+    """Bytes that do not depend on the number of rows; those that cannot be avoided come first."""
+    own = fixed_bytes_of(source, several)
+    return [cost.fixed_bytes, own[COPIES], own[ACCUMULATOR]]
 
 
 def chunk_rows(source: Linear, cost: Cost, count: int) -> int:
     """How many rows a chunk may have, if `count` rows count."""
-    most = source.chunk_rows(cost.row, besides(source, cost, several=False), cost.gathered)
+    most = source.chunk_rows(cost.row, fixed_bytes(source, cost, several=False), cost.gathered)
     if most >= count:
         return most
-    return min(most, source.chunk_rows(cost.row, besides(source, cost, several=True), cost.gathered))
+    return min(most, source.chunk_rows(cost.row, fixed_bytes(source, cost, several=True), cost.gathered))
 
 
 def pieces(count: int, most: int) -> list[slice]:
@@ -76,7 +76,7 @@ def pieces(count: int, most: int) -> list[slice]:
 
 
 def row_chunks(source: Linear, cost: Cost, count: int) -> list[Chunk]:
-    """The chunks of a call whose rows do not meet.
+    """The chunks of a call whose losses combine no rows.
 
     Teachers' logits are dropped as soon as a row is compared, so they may come in shorter chunks than the runs of rows
     whose gradient goes into one matrix product: the fewer such runs, the less is accumulated.
@@ -85,7 +85,7 @@ def row_chunks(source: Linear, cost: Cost, count: int) -> list[Chunk]:
     if cost.row and source.shard is None and not source.is_fp16:
         for n in range(1, len(parts)):
             longest = -(-count // n)
-            room = source.room(besides(source, cost, n > 1)) - longest * (source.row_bytes + cost.gathered)
+            room = source.room(fixed_bytes(source, cost, n > 1)) - longest * (source.row_bytes + cost.gathered)
             most = room // cost.row
             if most >= min(longest, FEWEST):
                 step = most // EVEN * EVEN or most

@@ -12,7 +12,7 @@ from torch import Tensor
 from headloss.deferred_checks import alarm, check_zero, readable
 from headloss.derived_teachers import Top
 from headloss.engine.layout import Marked
-from headloss.facts import FACTS, NEEDS_TARGET, PLAIN, Fact, Want
+from headloss.facts import FACTS, LOGIT_SUMS, NEEDS_TARGET, Fact, Want
 from headloss.options import is_number, shown
 from headloss.sources import Source, Sparse, Teacher
 from headloss.support import check_kind
@@ -178,7 +178,7 @@ def check_belongs(call: Call, kind: str | None, shapes: Mapping[str, InputSpec],
 def check_elements(want: Want) -> None:
     """With a support, a fact must be one of the softmax, and a divergence must be 0 where both probabilities are."""
     for fact in want.facts:
-        if PLAIN & set(FACTS[fact.name].sums):
+        if LOGIT_SUMS & set(FACTS[fact.name].sums):
             raise ValueError(
                 f"support: {fact.name!r} is a fact of logits themselves, not of their softmax over kept columns; leave "
                 f'it out, or give its term support="all"'

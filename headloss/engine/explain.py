@@ -10,7 +10,7 @@ import torch
 from headloss.backends import choose
 from headloss.engine.arguments import CallArguments, Chunk
 from headloss.engine.bind import chunked_because
-from headloss.engine.budget import COPIES, Cost, chunk_rows, held_besides
+from headloss.engine.budget import COPIES, Cost, chunk_rows, fixed_bytes_of
 from headloss.engine.budget import pieces as parts
 from headloss.engine.logits_forward_grad import makes_grad_in_forward, reads_all_rows
 from headloss.engine.plan import Plan
@@ -135,7 +135,7 @@ def explain(
         most = most_rows(teacher_rows)
         if most is not None:
             sizes["teachers' logits"] = min(most, rows.count) * cost.row
-            sizes["rows of teachers' weights, and copies"] = cost.besides
+            sizes["rows of teachers' weights, and copies"] = cost.fixed_bytes
     chunked = chunked_because(plan, source)
     products = "" if engine != "triton" or not isinstance(source, Linear) else f"cuBLAS, chunk by chunk: {chunked}"
     bent = not chunked and _bends(plan)
@@ -156,7 +156,7 @@ def explain(
         grade += "" if chunks else "; they are computed again for the gradient"
         sizes = _kept_bytes(arguments, rows, teacher_rows)
     swept = chunked and not plan.want.only_ids and not plan.kept
-    apart = int(plan.want.plain and engine == "triton")  # facts of the raw logits, and their gradient
+    apart = int(plan.want.of_logits and engine == "triton")  # facts of the raw logits, and their gradient
     return Explanation(
         source=type(source).__name__,
         backend=engine,
@@ -204,7 +204,7 @@ def _kept_bytes(arguments: CallArguments, rows: Rows, teacher_rows: Mapping[str,
     found = {f"kept logits of {part.stop - part.start} rows x {width}": most}
     if isinstance(source, Linear):
         found["gradient of hidden"] = source.hidden.numel() * source.hidden.dtype.itemsize
-        found |= {**held_besides(source, len(parts) > 1), COPIES: 0}
+        found |= {**fixed_bytes_of(source, len(parts) > 1), COPIES: 0}
         found["weight gradient"] = source.weight.numel() * source.weight.element_size()
     else:
         found["gradient of logits"] = 0 if source.inplace else source.logits.numel() * source.logits.element_size()
@@ -248,7 +248,7 @@ def _launches(plan: Plan) -> str:
         return f"one launch for the facts, one that settles the {what}, one for the gradient{why}"
     if plan.program is not None:
         return "one launch per chunk: the loss runs inside the sweep"
-    apart = "; facts of the logits themselves in PyTorch's operations, on tiles of rows" if plan.want.plain else ""
+    apart = "; facts of the logits themselves in PyTorch's operations, on tiles of rows" if plan.want.of_logits else ""
     return f"one launch for the facts, one for the gradient ({plan.reason}){apart}"
 
 
@@ -294,7 +294,7 @@ def _linear_bytes(source: Linear, chunks: Sequence[Chunk], cost: Cost) -> dict[s
     most = lambda of: max([of(c).stop - of(c).start for c in chunks], default=0)
     longest, runs = most(lambda c: c.rows), most(lambda c: c.whole)
     several, budget = sum(c.is_last for c in chunks) > 1, parse_bytes(source.memory)
-    others = {"rows of teachers' weights, and copies": cost.besides, **held_besides(source, several)}
+    others = {"rows of teachers' weights, and copies": cost.fixed_bytes, **fixed_bytes_of(source, several)}
     left, named = budget, dict[str, int]()
     for what, n in others.items():
         room = source.room([*named.values(), n], source.row_bytes + cost.row)

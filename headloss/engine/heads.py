@@ -178,7 +178,7 @@ class LinearHead:
     def gather(self, rows: Rows, column_RK: Tensor) -> Tensor:
         """Some raw logits of each row: K products per row instead of V."""
         out_RK = torch.zeros(column_RK.shape, dtype=self.source.fact_dtype, device=column_RK.device)
-        for part, hidden_CD, weight_CKD in self._meetings(rows, column_RK):
+        for part, hidden_CD, weight_CKD in self._pairs_of_rows(rows, column_RK):
             out_RK[part] = torch.einsum("cd,ckd->ck", hidden_CD, weight_CKD)
         if self.bias_V is not None and len(self.bias_V):
             out_RK += self.bias_V[column_RK]
@@ -189,10 +189,10 @@ class LinearHead:
         need_hidden, need_weight, need_bias = self.needs
         dtype, device = self.source.fact_dtype, column_RK.device
         if need_hidden:
-            self.dhidden_ND = self._room_for_hidden()
+            self.dhidden_ND = self._new_dhidden()
         if need_weight:
             self.dweight_VD = in_large_pages(torch.empty(self.source.weight.shape, dtype=dtype, device=device)).zero_()
-        for part, hidden_CD, weight_CKD in self._meetings(rows, column_RK):
+        for part, hidden_CD, weight_CKD in self._pairs_of_rows(rows, column_RK):
             grad_CK = grad_RK[part]
             if need_hidden and self.dhidden_ND is not None:
                 numbers = torch.arange(len(self.hidden_ND), device=device)[rows] if isinstance(rows, slice) else rows
@@ -208,7 +208,7 @@ class LinearHead:
             if self.source.columns:  # in an empty shard there is no column to add to
                 self.dbias_V.index_add_(0, column_RK.flatten(), grad_RK.flatten().to(dtype))
 
-    def _meetings(self, rows: Rows, column_RK: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def _pairs_of_rows(self, rows: Rows, column_RK: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Runs of hidden rows with the rows of the weight that each of them names, in float32 or better."""
         dtype = self.source.fact_dtype
         row_bytes = column_RK.shape[-1] * self.weight_VD.shape[-1] * dtype.itemsize * 2
@@ -234,7 +234,7 @@ class LinearHead:
         grad_CV, D = grad_CV.to(self.weight_VD.dtype), self.weight_VD.shape[1]
         if need_hidden:
             if self.dhidden_ND is None:
-                self.dhidden_ND = self._room_for_hidden()
+                self.dhidden_ND = self._new_dhidden()
             into_CD = self.dhidden_ND
             into_CD = part_of(into_CD, rows) if isinstance(rows, slice) else into_CD.new_empty(len(grad_CV), D)
             pull_hidden(grad_CV, self.weight_VD, self.parts, into_CD)
@@ -263,16 +263,16 @@ class LinearHead:
         """Whether the weight's gradient is made in the backward, which knows its scale and what it is added to."""
         return self.single_chunk and self.source.weight_grad_into is not None and not self.source.is_fp16
 
-    def weight_later(self, scale: Tensor | None, there: Tensor | None) -> Tensor | None:
-        """Make the weight's gradient, times `scale`, and add it to `there`; without that, return it."""
+    def weight_later(self, scale: Tensor | None, existing: Tensor | None) -> Tensor | None:
+        """Make the weight's gradient, times `scale`, and add it to `existing`; if that is None, return it."""
         assert self.later is not None
         grad_CV, hidden_CD = self.later
-        self.dweight_VD = there
+        self.dweight_VD = existing
         with torch.autocast(grad_CV.device.type, enabled=False):
             self._write_weight(grad_CV, hidden_CD if scale is None else (hidden_CD * scale).to(hidden_CD.dtype))
-        return self.dweight_VD if there is None else None
+        return self.dweight_VD if existing is None else None
 
-    def _room_for_hidden(self) -> Tensor:
+    def _new_dhidden(self) -> Tensor:
         """Zeros for dhidden.  For fp16 they are float32: before it is normalised, dhidden may overflow float16."""
         dtype = self.source.fact_dtype if self.source.is_fp16 else self.hidden_ND.dtype
         return torch.zeros_like(self.hidden_ND, dtype=dtype, memory_format=torch.contiguous_format)

@@ -19,14 +19,14 @@ def check_inplace(arguments: CallArguments) -> None:
     teachers = {teacher_label(name): x for name, x in named_teachers(arguments.teacher).items()}
     given = {"temperature": source.temperature, "targets": targets, "segments": segments, "support": support}
     for name, thing in {**given, **teachers, **options._asdict(), **inputs}.items():
-        if any(_meet(source.logits, x) for _, x in every_tensor(name, thing)):
+        if any(_overlap(source.logits, x) for _, x in every_tensor(name, thing)):
             raise ValueError(
                 f"inplace: {name} lies in the memory of the logits, which their gradient overwrites while it is still "
                 f"needed; pass a clone of it, or use inplace=False"
             )
 
 
-def _meet(x: Tensor, y: Tensor) -> bool:
+def _overlap(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors share bytes, given that no two elements of x do."""
     if not x.numel() or not y.numel() or x.untyped_storage()._cdata != y.untyped_storage()._cdata:
         return False

@@ -330,9 +330,9 @@ def _apart(segments: Segments | None) -> str:
 
 
 def _alone(program: Any, kind: str) -> str:
-    """Why rows that do not meet cannot be settled in runs of any length; empty if they can."""
+    """Why the rows of losses that combine none cannot be settled in runs of any length; empty if they can."""
     kinds = (*program.of_segments, *program.segment_metrics, *(x == "segment" for x in program.input_kinds))
-    return "a term has values per segment, though no rows meet" if kind == "row" and any(kinds) else ""
+    return "a term has values per segment, though it combines no rows" if kind == "row" and any(kinds) else ""
 
 
 def _print_terms(

@@ -49,7 +49,7 @@ def why_chunked(source: Source, want: Want, backend: ModuleType) -> str:
         return f"scale is {source.scale}"
     if want.teachers or want.only_ids:
         return "a teacher's rows are compared with whole rows of logits"
-    if want.plain:
+    if want.of_logits:
         return "facts of the logits themselves take a pass of their own"
     if len(want.temperatures) != 1:
         return "facts at several temperatures" if want.temperatures else "no fact is asked for"
@@ -196,7 +196,7 @@ class ProductSweep(Sweep):
         return 0 < self.rows.count <= self.source.chunk_rows()
 
     def run_at_once(self, loss: Any, needs: tuple[bool, ...]) -> Any:
-        """Value, facts, softmax, cotangents and gradients of any loss, even if its rows meet."""
+        """Value, facts, softmax, cotangents and gradients of any loss, even one that combines rows."""
         everything = self._all
         head = self.open_head(needs, [Chunk(everything)])
         read = head.sums(self, everything, store=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headloss.deferred_checks import readable
 from headloss.derived_teachers import AtIds, Top
-from headloss.engine.budget import COPIES, NO_COST, Cost, gathered_bytes, held_besides
+from headloss.engine.budget import COPIES, NO_COST, Cost, fixed_bytes_of, gathered_bytes
 from headloss.engine.checks import check_ids
 from headloss.engine.heads import Head, open_source
 from headloss.engine.plan import plain_source
@@ -174,10 +174,10 @@ class DenseTeacherRows:
         return teacher.hidden.shape[-1] * teacher.gemm_dtype.itemsize if gathers else 0  # type: ignore[union-attr]
 
     @property
-    def besides(self) -> int:
+    def fixed_bytes(self) -> int:
         """Bytes that are held however many rows a chunk has."""
         teacher = self.teacher
-        return held_besides(teacher, False)[COPIES] if isinstance(teacher, Linear) else 0
+        return fixed_bytes_of(teacher, False)[COPIES] if isinstance(teacher, Linear) else 0
 
     def own(self, key: float | None, part: slice) -> Temperature:
         if key is not None:
@@ -226,7 +226,7 @@ def merges(backend: Any, ids: Tensor) -> bool:
 class SparseTeacherRows:
     """A sparse teacher: K columns per row, each named once."""
 
-    row_bytes = gathered_bytes = besides = 0
+    row_bytes = gathered_bytes = fixed_bytes = 0
 
     def __init__(
         self, teacher: Sparse, rows: Rows, dtype: torch.dtype, backend: Any = None, checked: tuple[Any, int] = (None, 0)
@@ -282,7 +282,9 @@ class TopRows:
     def __init__(self, k: int, of: DenseTeacherRows | None, row_bytes: int) -> None:
         self.k, self.of = k, of
         self.row_bytes = row_bytes  # of the teacher, unless the call has that teacher anyway
-        self.gathered_bytes, self.besides = (of.gathered_bytes, of.besides) if of is not None and row_bytes else (0, 0)
+        self.gathered_bytes, self.fixed_bytes = (
+            (of.gathered_bytes, of.fixed_bytes) if of is not None and row_bytes else (0, 0)
+        )
 
     def own(self, key: float | None, part: slice) -> Temperature:
         return 1.0 if self.of is None else self.of.own(key, part)
@@ -343,7 +345,7 @@ def cost_of(teacher_rows: Mapping[str, TeacherRows], source: Source, rows: Rows)
         return Cost(0, own) if own else NO_COST
     every = teacher_rows.values()
     row, gathered = sum([g.row_bytes for g in every]), sum([g.gathered_bytes for g in every])
-    return Cost(row * (1 if source.shard is None else 2), gathered + own, sum([g.besides for g in every]))
+    return Cost(row * (1 if source.shard is None else 2), gathered + own, sum([g.fixed_bytes for g in every]))
 
 
 def heads_of(teacher_rows: Mapping[str, TeacherRows]) -> list[DenseTeacherRows]:
@@ -359,7 +361,7 @@ def most_rows(teacher_rows: Mapping[str, TeacherRows]) -> int | None:
         return None
     least = min((g.teacher for g in made if isinstance(g.teacher, Linear)), key=lambda x: parse_bytes(x.memory))
     row_bytes = sum(g.row_bytes for g in made)
-    room = least.room([sum(g.besides for g in made)], row_bytes)
+    room = least.room([sum(g.fixed_bytes for g in made)], row_bytes)
     return max(1, room // max(1, row_bytes + sum(g.gathered_bytes for g in made)))
 
 

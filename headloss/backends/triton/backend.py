@@ -40,7 +40,7 @@ def sums(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> P
     """The partial of some columns, and every teacher's; see `sweeps.sums` and `teachers.sums`."""
     check_sums(call[2])
     partial = teacher_sweeps.sums(*call, teachers=teachers, **options) if teachers else sweeps.sums(*call, **options)
-    if not call[2].plain:
+    if not call[2].of_logits:
         return partial
     return logit_facts.with_sums(partial, call[0], call[2], teachers, options["scale"], options["softcap"])
 
@@ -49,7 +49,7 @@ def pull(*call: Any, teachers: Sequence[TeacherChunk] = (), **options: Any) -> N
     """Write the gradient with respect to the raw logits; see `sweeps.pull` and `teacher_pulls.pull`."""
     if not teachers:
         sweeps.pull(*call, **options)
-    elif logit_facts.is_plain(options["teacher_pulls"]):
+    elif logit_facts.pulls_on_logits(options["teacher_pulls"]):
         logit_facts.pull(teacher_pulls.pull, call, {"teachers": tuple(teachers), **options})
     else:
         teacher_pulls.pull(*call, teachers=teachers, **options)
@@ -68,7 +68,7 @@ def lower(
     between: bool = False,
 ) -> tuple[Program | None, str]:
     """The program of a visit or, with `between`, of settling between two sweeps; or None, and why there is none."""
-    if want.plain:
+    if want.of_logits:
         return None, "a kernel with a loss in it sums over the softmax alone"
     by_segment = between or any(trace.kind == "segment" for _, trace in terms.values())
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from headloss.backends.triton.tiles import Transform
 from headloss.facts import Partial, Want
 from headloss.nested import cut, join
-from headloss.teachers import DenseChunk, DensePartial, DensePull, TeacherChunk, TeacherPulls, plain_pull, plain_sums
+from headloss.teachers import DenseChunk, DensePartial, DensePull, TeacherChunk, TeacherPulls, logit_pull, logit_sums
 
 TILE_BYTES = 64 << 20  # of float32 logits at a time
 
@@ -29,7 +29,7 @@ def with_sums(
         z_BV = Transform(scale, softcap)(raw_CV[rows])
         least = torch.nn.functional.pad(z_BV, (0, 1), value=math.inf).amin(-1) if want.sums("least") else None
         named = zip(want.teachers, teachers, strict=True)
-        tiles.append([least, *(_plain(z_BV, rows, want, *teacher) for teacher in named)])
+        tiles.append([least, *(_logit_sums(z_BV, rows, want, *teacher) for teacher in named)])
     least, *found = (join(*xs) for xs in zip(*tiles, strict=True))
     partials = [
         x._replace(square=own[0], teacher_square=own[1], dot=own[2]) if isinstance(x, DensePartial) else x
@@ -38,8 +38,8 @@ def with_sums(
     return partial._replace(least=least, teachers=tuple(partials))
 
 
-def is_plain(pulls: Sequence[TeacherPulls]) -> bool:
-    return any(isinstance(k, DensePull) and k.plain for own in pulls for k in own)
+def pulls_on_logits(pulls: Sequence[TeacherPulls]) -> bool:
+    return any(isinstance(k, DensePull) and k.of_logits for own in pulls for k in own)
 
 
 def pull(run: Callable[..., None], call: Sequence[Any], how: dict[str, Any]) -> None:
@@ -53,15 +53,15 @@ def pull(run: Callable[..., None], call: Sequence[Any], how: dict[str, Any]) -> 
         run(*here, grad_BV, **cut(how, rows))
         for chunk, ks in zip(how["teachers"], how["teacher_pulls"], strict=True):
             for k in ks:
-                if isinstance(k, DensePull) and k.plain:
-                    plain_pull(more_BV[:, : chunk.columns], z_BV[:, : chunk.columns], _logits(chunk, rows), k, rows)
+                if isinstance(k, DensePull) and k.of_logits:
+                    logit_pull(more_BV[:, : chunk.columns], z_BV[:, : chunk.columns], _logits(chunk, rows), k, rows)
         out_CV[rows] = grad_BV + more_BV * transform.slope(z_BV)
 
 
-def _plain(z_BV: Tensor, rows: slice, want: Want, name: str, chunk: TeacherChunk) -> Any:
+def _logit_sums(z_BV: Tensor, rows: slice, want: Want, name: str, chunk: TeacherChunk) -> Any:
     if not isinstance(chunk, DenseChunk):
         return ()
-    return tuple(plain_sums(z_BV[:, : chunk.columns], _logits(chunk, rows), lambda x: want.sums(x, teacher=name)))
+    return tuple(logit_sums(z_BV[:, : chunk.columns], _logits(chunk, rows), lambda x: want.sums(x, teacher=name)))
 
 
 def _logits(chunk: DenseChunk, rows: slice) -> Tensor:

@@ -24,7 +24,7 @@ from headloss.backends.triton.printer.lower import compiled, function
 from headloss.backends.triton.printer.operands import kind_of
 from headloss.backends.triton.printer.printer import Printer, Value, reach
 from headloss.derived_teachers import is_whole
-from headloss.facts import FACTS, PLAIN, VALUED, Fact, Moments, Partial, Want, coefficients, finish, with_tails
+from headloss.facts import FACTS, LOGIT_SUMS, VALUED, Fact, Moments, Partial, Want, coefficients, finish, with_tails
 from headloss.teachers import (
     DensePartial,
     DenseSoftmax,
@@ -40,7 +40,7 @@ NAME = "facts"
 WIDE = ("ids_logprob", "ids_logit")  # one value per id
 SUMS = {  # what the kernels of this backend sum, and what is made of these sums
     "max", "target", "total", "columns", "argmax", "S", "X", "Q", "St", "Y", "F", "G", "ids", "tail_max", "top",
-    "T", "vocab", "log_S", "log_St", "tail_log_sum", "teacher_at", "teacher_log_sum", *PLAIN,
+    "T", "vocab", "log_S", "log_St", "tail_log_sum", "teacher_at", "teacher_log_sum", *LOGIT_SUMS,
 }  # fmt: skip
 OWN = ("most", "target", "total", "argmax", "T", "S", "X", "Q", "vocab")
 TEACHER = ("teacher_argmax", "St", "Y", "F", "G", "ids", "tail_most", "tails", "teacher_tails")
