@@ -20,7 +20,7 @@ from headloss.nested import nest
 from headloss.support import IGNORE, SHIFT, Known, Support, check_counted
 from headloss.writes import snapshot, unchanged
 
-EVEN = 16  # a row's places are a multiple of this, so that rows are aligned
+ALIGNED = 16  # a row's places are a multiple of this, so that rows are aligned
 ZERO, NONE = -1, -2  # in place of a column: its logit does not matter; it is another rank's, or there is none
 
 
@@ -149,7 +149,7 @@ class Places:
         """Like `make`, by a backend's kernel: `find` takes keys, offsets, targets and the number of places per row."""
         check_counted(support, targets)
         known, target_N = support.known(), None if targets is None else targets.reshape(-1)
-        keys_E, width = support.keys[: known.total], even(known.longest + (targets is not None))
+        keys_E, width = support.keys[: known.total], aligned(known.longest + (targets is not None))
         entries, rows = find(keys_E, support.offsets, target_N, width)
         own = {"keys": keys_E, "offsets": support.offsets, "target_N": target_N, "marked_N": None, "missing_N": None}
         number_E, id_E, place_E, flat_E, column_E = entries
@@ -207,11 +207,11 @@ def width_of(known: Known, extra: int, N: int, in_order: bool, part: slice) -> i
     longest = known.longest
     if in_order and (part.start, part.stop) != (0, N):
         longest = int(known.offsets[part.start : part.stop + 1].diff().max())
-    return even(longest + extra)
+    return aligned(longest + extra)
 
 
-def even(n: int) -> int:
-    return max(1, -(-n // EVEN)) * EVEN
+def aligned(n: int) -> int:
+    return max(1, -(-n // ALIGNED)) * ALIGNED
 
 
 def _find(keys_E: Tensor, offsets: Tensor, number: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import headloss as hl
 from headloss.engine import heads
-from headloss.engine.heads import even_parts
+from headloss.engine.heads import aligned_parts
 from headloss.losses import cross_entropy, gspo, jsd, z_loss
 
 N, D = 24, 12
@@ -15,12 +15,12 @@ N, D = 24, 12
 def test_which_columns_go_by_themselves(monkeypatch):
     whole = lambda V: (slice(0, V),)
     weight = lambda V, dtype=torch.bfloat16: torch.empty(V, 2, dtype=dtype)
-    assert even_parts(weight(50257)) == whole(50257)  # a CPU does not mind
+    assert aligned_parts(weight(50257)) == whole(50257)  # a CPU does not mind
     monkeypatch.setattr(heads, "UNEVEN_IS_SLOW", {"cpu": 1024})
-    assert even_parts(weight(50257)) == (slice(0, 50256), slice(50256, 50257))
-    assert even_parts(weight(1031)) == (slice(0, 1024), slice(1024, 1031))
-    assert even_parts(weight(50256)) == whole(50256) and even_parts(weight(1001)) == whole(1001)
-    assert even_parts(weight(32002, torch.float32)) == (slice(0, 32000), slice(32000, 32002))
+    assert aligned_parts(weight(50257)) == (slice(0, 50256), slice(50256, 50257))
+    assert aligned_parts(weight(1031)) == (slice(0, 1024), slice(1024, 1031))
+    assert aligned_parts(weight(50256)) == whole(50256) and aligned_parts(weight(1001)) == whole(1001)
+    assert aligned_parts(weight(32002, torch.float32)) == (slice(0, 32000), slice(32000, 32002))
 
 
 @pytest.fixture(scope="module")

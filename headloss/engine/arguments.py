@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A chunk that is being worked on: its rows, their raw logits, and the teachers' logits or ids for them."""
+    """A chunk in a sweep: its rows, their raw logits, and the teachers' logits or ids for them."""
 
     chunk: Chunk
     numbers: Any  # the indices of its rows among all rows

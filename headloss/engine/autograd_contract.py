@@ -36,8 +36,8 @@ BATCHED = (
 
 
 def save_tensors(ctx: Any, names: Sequence[str], tensors: Sequence[Tensor], args: int, read: int, made: bool) -> None:
-    """Save what the backward needs.  The first `args` tensors are inputs of the Function, those up to `read` may be
-    read again, and the rest were only used.  We note the version of each, so that an error can name what changed.
+    """Save what the backward needs.  The first `args` tensors are inputs of the Function, the backward may read those
+    up to `read` again, and the forward used the rest.  We note each version, so that an error can name what changed.
 
     `made`: the gradient of the loss exists already; only a pull on a fact, or a second backward, reads anything again.
     """
@@ -119,13 +119,13 @@ def changing(facts: Iterable[Any]) -> list[Any]:
 
 
 def mark_of(facts: Iterable[Any], source: Any) -> Tensor:
-    """A number that stands for what those divergences read now."""
+    """A number that changes if those divergences read something else."""
     marks = [e.mark(source.columns, source.fact_dtype, source.device) for e in changing(facts)]
     return sum(marks[1:], marks[0])
 
 
 def check_mark(before: Tensor, pulled: Iterable[Any], facts: Iterable[Any], source: Any) -> None:
-    """Raise if such a divergence is pulled on, and reads something else than in the forward pass."""
+    """Raise if such a divergence gets a gradient but reads something else than in the forward pass."""
     if names := [str(e) for e in changing(pulled)]:
         _refuse_change(mark_of(facts, source) != before, f"{', '.join(names)}: {READS_ANEW}")
 

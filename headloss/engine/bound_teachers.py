@@ -156,7 +156,7 @@ class RoutedRows(DenseTeacherRows):
 
     @property
     def row_bytes(self) -> int:
-        """Twice a row's bytes if a teacher's rows are not contiguous: they are made separately, then copied."""
+        """Bytes per row of a chunk; rows of a teacher that are not contiguous exist twice: as made, and copied."""
         apart = bool((self.host_R.diff() < 0).any())
         return self.width * self._dtype.itemsize * (2 if apart else 1)
 

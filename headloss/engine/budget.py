@@ -21,7 +21,7 @@ ACCUMULATOR, COPIES = "accumulator of the weight's gradient", "copies in the dty
 FEWEST = 512  # rows of a teacher's logits to make at a time; with fewer, its weight is read more often than needed
 
 
-EVEN = 256  # chunks of teachers' logits are a multiple of this many rows: cuBLAS makes whole tiles
+TILE_ROWS = 256  # chunks of teachers' logits are a multiple of this many rows: cuBLAS makes whole tiles
 
 
 class Cost(NamedTuple):
@@ -88,7 +88,7 @@ def row_chunks(source: Linear, cost: Cost, count: int) -> list[Chunk]:
             room = source.room(fixed_bytes(source, cost, n > 1)) - longest * (source.row_bytes + cost.gathered)
             most = room // cost.row
             if most >= min(longest, FEWEST):
-                step = most // EVEN * EVEN or most
+                step = most // TILE_ROWS * TILE_ROWS or most
                 return [
                     Chunk(slice(i, min(i + step, run.stop)), None, run)
                     for run in pieces(count, longest)

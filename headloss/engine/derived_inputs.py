@@ -202,7 +202,7 @@ def _is_on(name: str, term: Term, arguments: CallArguments) -> bool:
 
 
 def with_candidates(teacher: Any, ids: Any, source: Source) -> Any:
-    """The teachers of a call and, as one more named IDS, the columns that `ids=` names in each row."""
+    """The teachers of a call and, as one more, named `CANDIDATES`, the columns that `ids=` names in each row."""
     if ids is None or not isinstance(source, (Logits, Linear)):
         return teacher
     teachers, leading = named_teachers(teacher), source.leading

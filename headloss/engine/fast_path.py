@@ -22,7 +22,7 @@ from headloss.engine.arguments import CallArguments
 from headloss.engine.autograd_contract import refuse_transforms
 from headloss.engine.bind import chunked_because, chunks_of, reads_now, rows_of
 from headloss.engine.bound_teachers import bind_teachers
-from headloss.engine.heads import even_parts, make_logits, pull_hidden, pull_weight
+from headloss.engine.heads import aligned_parts, make_logits, pull_hidden, pull_weight
 from headloss.engine.lookup import FoundPlan, Plans
 from headloss.engine.one_launch import by_length
 from headloss.engine.plan import Plan
@@ -169,7 +169,7 @@ def make_fast_path(plans: Plans, key: Any, found: FoundPlan) -> FastPath | None:
     x, given = source.tensors[0], found.arguments.inputs
     if isinstance(source, Linear):
         fits = 0 < math.prod(source.leading) <= source.chunk_rows() and not source.weight_grad_dtype
-        if not _is_even(source) or not fits or plan.kind != "row" or not chunked_because(plan, source):
+        if not _is_unpadded(source) or not fits or plan.kind != "row" or not chunked_because(plan, source):
             return None
     elif source.inplace or source.vocab != x.shape[-1] or not x.numel():
         return None
@@ -208,7 +208,7 @@ def _counted(plan: Plan) -> bool:
     return plain and tuple(plan.program.terms) == tuple(plan.weights)
 
 
-def _is_even(head: Linear) -> bool:
+def _is_unpadded(head: Linear) -> bool:
     """Whether it has one dtype, and all rows of its weight are columns."""
     dtypes = {head.hidden.dtype, head.weight.dtype, head.gemm_dtype, head.chunk_dtype}
     return len(dtypes) == 1 and not head.is_fp16 and head.vocab == head.weight.shape[0]
@@ -229,7 +229,7 @@ def _is_simple(teacher: Any, source: Source) -> bool:
         return not teacher.logprobs.requires_grad and teacher.logprobs.dtype == source.fact_dtype
     if type(teacher) is Linear:
         own = teacher.hidden.dtype != torch.float64 and not teacher.hidden.requires_grad
-        return own and teacher.vocab == source.vocab and _is_even(teacher)
+        return own and teacher.vocab == source.vocab and _is_unpadded(teacher)
     if type(teacher) is not Logits or not source.vocab == teacher.vocab == teacher.logits.shape[-1]:
         return False
     return not teacher.logits.requires_grad and teacher.logits.dtype != torch.float64
@@ -245,7 +245,7 @@ class OneChunkHead:
     __slots__ = ("flat", "parts", "size", "whole")
 
     def __init__(self, source: Linear) -> None:
-        self.parts = even_parts(source.weight)
+        self.parts = aligned_parts(source.weight)
         self.flat = source.hidden.ndim == 2
         self.size = math.prod(source.leading), padded(source.columns, source.hidden.is_cpu)
         self.whole = len(self.parts) == 1  # no cuts: products allocate their results, which is cheaper than `out=`

@@ -136,7 +136,7 @@ class LinearHead:
         self.hidden_ND = hidden if hidden.dtype == dtype else hidden.to(dtype)
         self.weight_VD = weight if weight.dtype == dtype else weight.to(dtype)
         self.bias_V = None if source.bias is None else source.bias.detach()[: source.columns]
-        self.parts = even_parts(self.weight_VD)
+        self.parts = aligned_parts(self.weight_VD)
         self.needs = (False, False, False)
         self.buffers_CV: dict[int, Tensor] = {}
         self.dhidden_ND: Tensor | None = None
@@ -315,7 +315,7 @@ def scale_grads(grads: Grads, scale: Tensor | None, backend: ModuleType) -> Grad
     return grads
 
 
-def even_parts(weight_VD: Tensor) -> tuple[slice, ...]:
+def aligned_parts(weight_VD: Tensor) -> tuple[slice, ...]:
     """The vocabulary in runs that a GEMM takes at full speed; the last few columns may need a run of their own."""
     V, vector = len(weight_VD), 16 // weight_VD.element_size()
     last = V % vector if UNEVEN_IS_SLOW.get(weight_VD.device.type, V + 1) <= V else 0

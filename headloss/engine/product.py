@@ -54,11 +54,11 @@ def why_chunked(source: Source, want: Want, backend: ModuleType) -> str:
     if len(want.temperatures) != 1:
         return "facts at several temperatures" if want.temperatures else "no fact is asked for"
     cast = source.weight.dtype != torch.bfloat16  # autocast makes a copy
-    even = source.weight.shape[1] % 8 == 0 if cast or not len(source.weight) else products.fits(source.weight)
+    aligned = source.weight.shape[1] % 8 == 0 if cast or not len(source.weight) else products.fits(source.weight)
     shape, columns = tuple(source.weight.shape), source.columns
     if source.shard is not None:  # all ranks must take the same path
         columns = source.shard.even_width
-    if not even or columns < products.TILE.columns:
+    if not aligned or columns < products.TILE.columns:
         return f"the weight, {shape}, has few columns, or rows that are not whole numbers of 16 bytes"
     if columns * shape[1] < products.SMALLEST:
         return f"the weight, {shape}, is so small that launches take longer than products"

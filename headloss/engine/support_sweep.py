@@ -23,7 +23,7 @@ from headloss.record import Grads
 from headloss.rows import IGNORE, Rows
 from headloss.sources import Linear, Logits, Source, parse_bytes
 from headloss.support import Known, Support
-from headloss.support_layout import EVEN, ZERO, Entries, Places, even, places_of, width_of
+from headloss.support_layout import ALIGNED, ZERO, Entries, Places, aligned, places_of, width_of
 from headloss.teachers import DenseChunk, DensePartial, SparseChunk, TeacherChunk
 
 LOGITS_BYTES = 1 << 28  # kept logits at a time of a `Logits`, which has no budget of its own
@@ -43,12 +43,12 @@ def support_chunks(known: Known, rows: Rows, source: Source, dense: int = 0) -> 
     if rows.keep is not None:
         step = budget // (widest * row_bytes)
         return [slice(i, min(i + step, rows.count)) for i in range(0, rows.count, step)]
-    found, first, widest = [], 0, EVEN
+    found, first, widest = [], 0, ALIGNED
     for n, length in enumerate(known.offsets.diff().tolist()):
-        wide = max(widest, even(length + (rows.given is not None)))
+        wide = max(widest, aligned(length + (rows.given is not None)))
         if n > first and (n + 1 - first) * wide * row_bytes > budget:
             found.append(slice(first, n))
-            first, wide = n, even(length + (rows.given is not None))
+            first, wide = n, aligned(length + (rows.given is not None))
         widest = wide
     return [*found, slice(first, rows.count)]
 

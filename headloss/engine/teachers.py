@@ -349,7 +349,7 @@ def cost_of(teacher_rows: Mapping[str, TeacherRows], source: Source, rows: Rows)
 
 
 def heads_of(teacher_rows: Mapping[str, TeacherRows]) -> list[DenseTeacherRows]:
-    """The teachers whose logits are made by a GEMM."""
+    """The dense teachers whose logits are made by a GEMM."""
     dense = {id(g): g for g in (getattr(g, "of", g) for g in teacher_rows.values()) if isinstance(g, DenseTeacherRows)}
     return [g for g in dense.values() if isinstance(g.teacher, Linear)]
 

@@ -129,7 +129,7 @@ class HeadlossCallback(TrainerCallback):
         if isinstance(found, Patched | LogitsLoss) and found.last is before:
             raise RuntimeError(
                 "model: a step was made without its objective, by a loss from elsewhere: label_smoothing_factor or "
-                "compute_loss_func of Trainer (say hl.Term(cross_entropy, label_smoothing=...) in the objective "
+                "compute_loss_func of Trainer (put hl.Term(cross_entropy, label_smoothing=...) into the objective "
                 "instead), Liger's fused_linear_cross_entropy, a trainer of TRL (use headloss.integrations.trl), or a "
                 "compute_loss that gives the model no labels"
             )
@@ -243,8 +243,8 @@ def _check_no_loss(inputs: object, shifted: object, num_items: object) -> None:
     if num_items is not None:
         raise ValueError(
             "labels: missing although num_items_in_batch is given, so the objective would not be computed; Trainer's "
-            "label_smoothing_factor and compute_loss_func take the labels away: say hl.Term(cross_entropy, "
-            "label_smoothing=...) in the objective instead, or unpatch(model)"
+            "label_smoothing_factor and compute_loss_func take the labels away: put hl.Term(cross_entropy, "
+            "label_smoothing=...) into the objective instead, or unpatch(model)"
         )
 
 

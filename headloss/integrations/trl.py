@@ -106,11 +106,13 @@ class SFTTrainer(_OnHeadloss, sft_trainer.SFTTrainer):
         ):  # fmt: skip
             if objective is not None and given is not None:
                 raise ValueError(
-                    f"{name}: makes a loss of its own, so the objective would not be computed; say hl.Term("
-                    f"cross_entropy, label_smoothing=...) in the objective instead, or leave one of the two out"
+                    f"{name}: makes a loss of its own, so the objective would not be computed; put hl.Term("
+                    f"cross_entropy, label_smoothing=...) into the objective instead, or leave one of the two out"
                 )
         if objective is not None and self.args.loss_type == "dft":
-            raise ValueError("loss_type: 'dft' is TRL's own loss; say it in the objective, or leave one of the two out")
+            raise ValueError(
+                "loss_type: 'dft' is TRL's own loss; put it into the objective, or leave one of the two out"
+            )
         several = self.args.gradient_accumulation_steps > 1 or self.accelerator.num_processes > 1
         for name, message in own_means(objective).items() if objective is not None and several else ():
             raise ValueError(message.format(name=name, why="and TRL adds up those of a step"))

@@ -135,7 +135,7 @@ def _uses(code: types.CodeType) -> _Uses:
         pending += [x for x in inner.co_consts if isinstance(x, types.CodeType)]
         steps = [x for x in dis.get_instructions(inner) if x.opname not in ("EXTENDED_ARG", "CACHE")]
         texts = [x for x in inner.co_consts if isinstance(x, str)]
-        last = 0  # the last step that belongs to a root
+        last = 0  # the last step that is part of a name and its attributes
         for i, step in enumerate(steps):
             name = str(step.argval)
             captured = step.opcode in dis.hasfree

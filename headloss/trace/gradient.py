@@ -83,7 +83,7 @@ def is_idle(values: fx.Node, arguments: Sequence[fx.Node]) -> bool:
 
 
 def check_gradient(terms: Sequence[Any], grad: bool, untraced: Mapping[str, Reach] | None = None) -> None:
-    """Raise or warn if a gradient would be lost silently, by traces and by what `untraced` functions reached."""
+    """Raise or warn if a gradient would be lost silently; `untraced`: what the gradients of untraced terms reached."""
     if all(t.trace.reach is not None and t.trace.reach.fine for t in terms):
         return
     reaches = {t.name: t.trace.reach for t in terms if t.trace.reach is not None} | dict(untraced or {})

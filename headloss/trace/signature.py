@@ -104,7 +104,7 @@ class Parameter(NamedTuple):
 
     @property
     def picked(self) -> bool:
-        """Whether it is a fact at a term's own target: such a teacher has one id per row, (R, 1)."""
+        """Whether it is a fact at a term's own target, one id per row: (R, 1) becomes (R,)."""
         return self.name != "ids_logprob" and self.fact is not None and (self.fact.teacher or "").startswith("targets=")
 
     @property

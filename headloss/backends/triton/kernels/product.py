@@ -37,7 +37,7 @@ def whole_vectors(x):
 def tile_of(t, tall, wide, GROUP: tl.constexpr):
     """The row and column of tile t, in groups of about GROUP rows of tiles, so that operands stay in the cache.
 
-    No group is a small rest.  Past the last tile, the result is a tile that does not exist.
+    No group is much smaller than the others.  Past the last tile, the result lies outside the matrix.
     """
     groups = tl.where(tall <= GROUP + GROUP // 2, 1, tl.cdiv(tall, GROUP))
     size = tl.maximum(tl.cdiv(tall, groups), 1)

@@ -105,7 +105,7 @@ def visit_kernel(
             id_k = tl.load(at.ids + row * count + k, mask=is_id, other=-1)
             at_k = (id_k - start).to(tl.int32)
             is_column = (id_k >= 0) & (at_k >= 0) & (at_k < V)
-            raw_k = tl.load(raw_row + at_k, mask=is_column, other=0.0)  # made logits later: the sweep need not wait
+            raw_k = tl.load(raw_row + at_k, mask=is_column, other=0.0)  # decoded later, so that the sweep does not wait
 
         topt, bestt, teacher_sums, tail = tl.full([], LOWEST, tl.float32), tl.full([], NOWHERE, tl.int32), (), ()
         teacher = at.teacher

@@ -35,7 +35,7 @@ from headloss.trace.function_reads import is_all_ours
 from headloss.trace.trace_check import SIZES, agrees, random_like
 
 MOST_IDS = 1024  # of a row, in the registers of one program
-ROW, SEGMENT = "row", "segment"  # what a printed function is of, and its name
+ROW, SEGMENT = "row", "segment"  # whether a printed function is of a row or of a segment; also its name
 
 
 class Program(NamedTuple):
@@ -51,7 +51,7 @@ class Program(NamedTuple):
     cotangents: tuple[Fact, ...]
     input_cotangents: tuple[str, ...]
     present: tuple[tuple[bool, ...], ...]  # which of a, b, e, c, y are present, per temperature
-    left_out: tuple[tuple[str, str], ...]  # metrics that are not printed, and the operation that forbids it
+    left_out: tuple[tuple[str, str], ...]  # metrics that are not printed, and the operation that prevents it
     width: int = 0  # ids that a sparse teacher names
     # which of a, b, c, d (a dense teacher) or of ids, tail (a sparse one) are present, for each teacher and temperature
     # of its comparison
