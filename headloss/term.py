@@ -204,18 +204,20 @@ class Term(Immutable):
         key = (source_temperature, name, sparse, at_ids, routed, ids, classes, self.content())
         made = self._calls.get(key)
         if made is None:
-            made = self._call(source_temperature, name, sparse, at_ids, ids, classes, routed)
+            made = self._build_call(source_temperature, name, sparse, at_ids, ids, classes, routed)
             if not torch.compiler.is_compiling():  # under which no mapping may change
                 store(self._calls, key, made, _MOST_CALLS)
         return made
 
-    def _call(self, T: float | None, name: str, sparse: bool, at_ids: bool, ids: str, *how: Any) -> Call:
-        made = self._made(T, name, sparse, at_ids, ids, how[0])  # the class weights' name
-        if how[1] and any(str(f.teacher).split(" of ")[-1] == name for f in made.facts):
+    def _build_call(
+        self, T: float | None, name: str, sparse: bool, at_ids: bool, ids: str, classes: str | None, routed: bool
+    ) -> Call:
+        made = self._build(T, name, sparse, at_ids, ids, classes)
+        if routed and any(str(f.teacher).split(" of ")[-1] == name for f in made.facts):
             made = made._replace(row_weights=(*made.row_weights, RowWeight(routes_of(name))))
         return made if self.share is None else made._replace(share=self.share)
 
-    _call._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while a graph is traced, not in it
+    _build_call._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while a graph is traced, not in it
 
     def content(self) -> Any:
         """What a divergence reads now, if that can change; the fact that it becomes depends on it."""
@@ -225,11 +227,11 @@ class Term(Immutable):
     def has_foreign_divergence(self) -> bool:
         return self._foreign_divergence and not self.pure
 
-    def _made(
+    def _build(
         self, source_temperature: float | None, teacher: str, sparse: bool, at_ids: bool, ids: str, classes: str | None
     ) -> Call:
         T = None if self.temperature == source_temperature else self.temperature
-        own = {
+        own_facts = {
             name: Fact(
                 fact,
                 None if temperature == source_temperature and fact not in COMPARING else temperature,
@@ -237,9 +239,9 @@ class Term(Immutable):
             )
             for name, (fact, temperature) in self.facts.items()
         }
-        whose: dict[str, Any] = {"teacher": teacher, "ids": ids, "top": self.top}
+        keywords: dict[str, Any] = {"teacher": teacher, "ids": ids, "top": self.top}
         weighed = tuple(
-            RowWeight(w, self._read(w, {}, {}, temperature=T, **whose) if callable(w) else None)
+            RowWeight(w, self._signature(w, {}, {}, temperature=T, **keywords) if callable(w) else None)
             for w in self.row_weights
         )
         if self.targets is not None:
@@ -251,7 +253,7 @@ class Term(Immutable):
                 raise TypeError(f"inputs: {function_name(fn)} is a divergence of (logp, logq), and takes no inputs")
             if self.top is not None:
                 fn = top_loss(fn, self.tail)
-                whose["teacher"] = whole_of(teacher) if at_ids and self.tail == "none" else teacher
+                keywords["teacher"] = whole_of(teacher) if at_ids and self.tail == "none" else teacher
             elif sparse:
                 fn = sparse_loss(fn, self.tail)
             elif at_ids and self.tail != "renormalise":
@@ -268,8 +270,8 @@ class Term(Immutable):
                 fact = Fact("divergence", self.temperature, teacher, Element(fn, self.options, self.pure))
                 signature = read_signature(summed, facts={"divergence": fact})
                 return Call(summed, signature._replace(name=function_name(fn), returns="row"), {}, weighed, self.pure)
-        whose["classes"] = classes
-        signature = self._read(fn, own, self.inputs, temperature=T, compared_at=self.temperature, **whose)
+        keywords["classes"] = classes
+        signature = self._signature(fn, own_facts, self.inputs, temperature=T, compared_at=self.temperature, **keywords)
         returns, name = "row" if is_divergence(self.fn) else signature.returns, function_name(self.fn)
         return Call(fn, signature._replace(name=name, returns=returns), self.options, weighed, self.pure)
 
@@ -281,7 +283,9 @@ class Term(Immutable):
             return top_of(self.top, teacher if "teacher_top_logprob" in (fact, *parameters_of(self.fn)) else None)
         return (ids if fact in SPARSE else teacher) if fact in COMPARING else None
 
-    def _read(self, fn: Callable[..., Any], facts: Mapping[str, Fact], inputs: Mapping[str, str], **more: Any) -> Any:
+    def _signature(
+        self, fn: Callable[..., Any], facts: Mapping[str, Fact], inputs: Mapping[str, str], **more: Any
+    ) -> Any:
         """The signature of a function, with the facts at this term's own targets."""
         if self.targets is not None:
             own, asked = targets_of(self.targets), parameters_of(fn)

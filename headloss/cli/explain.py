@@ -40,7 +40,7 @@ def command(
     ranks: Annotated[int, typer.Option(min=1, help="Number of ranks that share the vocabulary.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; by default bf16.")] = None,
     memory: Annotated[str, typer.Option(help="Limit for the rows x vocabulary buffers.")] = "1GiB",
-    segments: Annotated[int, typer.Option(min=1, help="Number of sequences in the batch, all of one length.")] = 8,
+    segments: Annotated[int, typer.Option(min=1, help="Number of sequences in the batch, all of the same length.")] = 8,
     top_k: Annotated[int, typer.Option(min=0, help="Ids per row of a sparse teacher; 0 for a dense teacher.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
