@@ -74,7 +74,9 @@ class Comparison:
             u_BU = logits(self.chunk.raw_CV[rows, : self.chunk.columns], self.chunk.scale, self.chunk.softcap)
             u_BU = u_BU.to(self.dtype)
             part |= _best(u_BU, start, self.want.sums("argmax", teacher=self.name))
-            part["plain"] = logit_sums(z_BV[:, : u_BU.shape[-1]], u_BU, lambda x: self.want.sums(x, teacher=self.name))
+            part["of_logits"] = logit_sums(
+                z_BV[:, : u_BU.shape[-1]], u_BU, lambda x: self.want.sums(x, teacher=self.name)
+            )
             max_B1 = part["max"].masked_fill(part["max"] == -math.inf, 0.0)[:, None]
             part["y"] = torch.sub(u_BU, max_B1, out=self.workspace("y", u_BU, self.dtype))
         elif isinstance(self.chunk, TopChunk):
@@ -235,8 +237,8 @@ class Comparison:
             JointMoments(*(join(xs) for xs in zip(*ms, strict=True)))
             for ms in zip(*(t["moments"] for t in tiles), strict=True)
         )
-        plain = [join(xs) for xs in zip(*(t["plain"] for t in tiles), strict=True)]
-        return DensePartial(join([t["max"] for t in tiles]), join([t["argmax"] for t in tiles]), moments, *plain)
+        of_logits = [join(xs) for xs in zip(*(t["of_logits"] for t in tiles), strict=True)]
+        return DensePartial(join([t["max"] for t in tiles]), join([t["argmax"] for t in tiles]), moments, *of_logits)
 
 
 GROUP = 16  # columns, whose largest is found in one pass

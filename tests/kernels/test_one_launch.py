@@ -144,7 +144,7 @@ def test_in_place_overwrites_in_the_forward_pass_and_then_gives_only_the_loss():
     torch.testing.assert_close(leaf.grad, truth.grad, rtol=1e-4, atol=1e-6)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="make the fact's part a term"):
+    with pytest.raises(RuntimeError, match="make a term of what you compute from a fact"):
         out.facts.entropy.sum().backward()
 
 
