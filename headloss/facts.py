@@ -1,6 +1,6 @@
 """The facts of a row: their values, how partial sums over the vocabulary merge, and their gradients by the logits.
 
-Dimension key:  N rows   V vocabulary columns in hand (a shard, a block, or all)   R parts to be merged   K ids per row
+Dimension key:  N rows   V vocabulary columns (a shard, a block, or all)   R parts to be merged   K ids per row
 Symbols:        z logits after scale, bias and softcap   T temperature   s = z / T   p = softmax(s)   y target column
 
 A fact is one number per row.  Each has a value and a pull, its gradient d(fact)/d(s_j) with respect to the logits:

@@ -53,13 +53,13 @@ Pairs = Sequence[tuple[Temperature, Temperature]]  # of student and teacher, one
 
 
 class DenseChunk(NamedTuple):
-    """A dense teacher in a sweep: its raw logits for the rows in hand, and how to read them."""
+    """A dense teacher in a sweep: its raw logits for the rows of a chunk, and how to read them."""
 
     raw_CV: Tensor
     scale: float
     softcap: float | None
     temperatures: tuple[Temperature, ...]  # the teacher's, one per temperature of the comparison
-    columns: int  # how many of the student's columns in hand it shares
+    columns: int  # how many of the student's columns of this rank it shares
     tail: tuple[Tensor, ...] = ()  # (C,) its log-sum-exp over columns that the student lacks, one per temperature
 
 
@@ -85,7 +85,7 @@ TeacherChunk = DenseChunk | SparseChunk
 
 
 def places(ids_CK: Tensor, start: int, V: int) -> tuple[Tensor, Tensor]:
-    """Each id (or target) as an index into the V columns in hand, and whether it is one; if not, it is arbitrary."""
+    """Each id (or target) as an index into the V columns passed in, and whether it is one; if not, it is arbitrary."""
     column_CK = ids_CK - start if start else ids_CK
     here_CK = (column_CK >= 0) & (column_CK < V)  # no column of a part is negative, whose start is not
     return column_CK.clamp(0, max(0, V - 1)), here_CK
@@ -155,7 +155,7 @@ class DivergencePull(NamedTuple):
 
     element: Any
     g: Tensor
-    C: Any  # (N,); None if the pull has the whole row in hand and sums c itself
+    C: Any  # (N,); None if the pull sees the whole row and sums c itself
 
 
 class DensePull(NamedTuple):

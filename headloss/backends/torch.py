@@ -1,6 +1,6 @@
 """The two passes over the vocabulary in plain PyTorch, on any device: the definition that every kernel must match.
 
-Dimension key:  C rows handed in   B rows of a tile   V columns in hand
+Dimension key:  C rows passed in   B rows of a tile   V columns passed in
 
 `sums` reads the logits and `pull` writes their gradient, both in float32 or better.  They walk the rows in tiles, so
 that temporaries stay small: on a CPU a tile fits the cache, and element-wise steps run at the speed of arithmetic.

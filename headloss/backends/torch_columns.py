@@ -1,6 +1,6 @@
 """A linear head at a few columns per row in plain PyTorch: the logits there, and the sums of rows for the gradients.
 
-Dimension key:  E kept columns of all rows in hand   D hidden size   P places where logits stand, or their gradient
+Dimension key:  E kept columns of all rows passed in   D hidden size   P places where logits stand, or their gradient
 """
 
 from __future__ import annotations

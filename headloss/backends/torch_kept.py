@@ -1,6 +1,6 @@
 """What the first sweep keeps for the second in the gradient's memory, so that it is not computed twice (CPU only).
 
-Dimension key:  C rows handed in   B rows of a tile   V columns in hand   K ids
+Dimension key:  C rows passed in   B rows of a tile   V columns passed in   K ids
 
 On a CPU an exponential costs as much as ten passes over memory.  Until the second sweep the gradient's memory is free,
 or has logits that are not read again, so it can keep one of these:

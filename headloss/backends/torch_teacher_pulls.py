@@ -1,6 +1,6 @@
 """The torch backend's gradient of facts that compare with teachers, for a tile of rows; see `headloss.teachers`.
 
-Dimension key:  B rows of a tile   V columns in hand   U columns shared with the teacher   K ids
+Dimension key:  B rows of a tile   V columns passed in   U columns shared with the teacher   K ids
 """
 
 from __future__ import annotations

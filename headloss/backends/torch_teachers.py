@@ -1,6 +1,6 @@
 """The torch backend's sums that compare a tile of rows with teachers; see `headloss.teachers` for what is summed.
 
-Dimension key:  C rows handed in   B rows of a tile   V columns in hand   U columns shared with the teacher   K ids
+Dimension key:  C rows passed in   B rows of a tile   V columns passed in   U columns shared with the teacher   K ids
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A tile of rows in the torch backend: its logits, its temperatures, and what the first sweep kept of it.
 
-Dimension key:  B rows of a tile   V columns in hand
+Dimension key:  B rows of a tile   V columns passed in
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Repeated calls that differ only in their tensors: they check how the tensors are aligned, and launch.
 
-Dimension key:  C rows handed in   V columns in hand
+Dimension key:  C rows passed in   V columns passed in
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A linear head at a few columns per row on a GPU: the launches that match `headloss.backends.torch_columns`.
 
-Dimension key:  E kept columns of all rows in hand   D hidden size
+Dimension key:  E kept columns of all rows passed in   D hidden size
 """
 
 from __future__ import annotations

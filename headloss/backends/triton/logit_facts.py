@@ -1,6 +1,6 @@
 """Facts of the logits themselves, which need no softmax: torch operations on tiles of rows, in separate passes.
 
-Dimension key:  C rows handed in   B rows of a tile   V columns in hand   U columns shared with the teacher
+Dimension key:  C rows passed in   B rows of a tile   V columns passed in   U columns shared with the teacher
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The head's matrix products on Hopper: the first also takes the sums behind the facts, the others apply row factors.
 
-Dimension key:  C rows of a chunk   V columns in hand   D hidden size   F numbers per row
+Dimension key:  C rows of a chunk   V columns of this rank   D hidden size   F numbers per row
 
     read     the sums of each row of a chunk and, if asked, e = exp(s - reference) of all its logits
     write    dX = f (E W) + y W[target] + c sum_j W_j         dW = E^T (f X) + scatter of y X + sum_n c_n X_n
@@ -71,7 +71,7 @@ class Gathered(NamedTuple):
     hidden: Tensor
     listed: Tensor | None  # the row of the chunk at each place
     live: Tensor  # how many places are taken
-    targets: Tensor  # columns in hand; -1: none
+    targets: Tensor  # columns of this rank; -1: none
     numbers: tuple[Tensor, ...]  # multiplier, target's logit, reference, lse, log p of the target, largest other logit
     has_target: bool
 
@@ -145,7 +145,7 @@ def gather(
     start: int = 0,
     ignore: bool,
 ) -> Gathered:
-    """`start`: the first column in hand.  Without columns in hand, only the places of rows are computed."""
+    """`start`: the first column of this rank.  Without columns, only the places of rows are computed."""
     (C, D), V, device = hidden_CD.shape, len(weight_VD), hidden_CD.device
     target_C, high = None if target_C is None else target_C.contiguous(), -(-C // TILE.rows) * TILE.rows
     listed, live, x_CD = None, torch.empty(1, dtype=torch.int32, device=device), hidden_CD

@@ -1,6 +1,6 @@
 """The head's matrix products when ranks share a vocabulary: the numbers they exchange, and the sums made from them.
 
-Dimension key:  C rows of a chunk   V columns in hand   D hidden size   W ranks   k numbers of a row that travel
+Dimension key:  C rows of a chunk   V columns of this rank   D hidden size   W ranks   k numbers of a row that travel
 
 The tiles of all ranks are merged in the same tree as on one rank.  So if the vocabulary is cut at multiples of a tile,
 the facts of a row have the same bits on any number of ranks.

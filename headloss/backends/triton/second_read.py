@@ -1,6 +1,6 @@
 """The second read of a row, next to dense teachers: each divergence's sum over the columns, and that of its slopes.
 
-Dimension key:  C rows handed in   V columns in hand   U columns shared with the teacher   F numbers per row
+Dimension key:  C rows passed in   V columns passed in   U columns shared with the teacher   F numbers per row
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headloss.backends.triton.tiles import (
 from headloss.facts import Softmax, Want
 from headloss.teachers import DenseChunk, DenseSoftmax, TeacherChunk, Temperature
 
-# by columns in hand, as in `sweeps.py`; measured on an H200, see benchmarks/gpu_teachers.py
+# by number of columns, as in `sweeps.py`; measured on an H200, see benchmarks/gpu_teachers.py
 DIVERGENCE = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(32768, 128, 2, 1, 4)))
 
 

@@ -1,6 +1,6 @@
 """The gradient of rows that were settled, from the numbers per row that settling returned.
 
-Dimension key:  C rows handed in   V columns in hand   F numbers per row
+Dimension key:  C rows passed in   V columns passed in   F numbers per row
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The two passes over the vocabulary as Triton launches, for any vocabulary size, stride and alignment.
 
-Dimension key:  C rows handed in   V columns in hand   P parts a row is swept in   F numbers per row
+Dimension key:  C rows passed in   V columns passed in   P parts a row is swept in   F numbers per row
 
     sums   one launch, in which a program reads a part of a row, and one small launch that merges the parts
     pull   one launch, in which a program writes some columns of a row
@@ -42,7 +42,7 @@ BATCH_INVARIANT = True
 PROGRAMS = 1024  # enough to fill a GPU, where the parts of a row depend on the number of rows
 
 
-# by columns in hand: the first entry whose bound is not below V.  Measured on an H200; see benchmarks/gpu_kernels.py
+# by number of columns: the first entry whose bound is not below V.  Measured on an H200; see benchmarks/gpu_kernels.py
 SUMS = (
     (2048, Shape(2048, 128, 1, 1, 4)),
     (131072, Shape(32768, 128, 4, 1, 4)),

@@ -43,7 +43,7 @@ from headloss.teachers import (
     places,
 )
 
-# by columns in hand, as in `sweeps.py`; measured on an H200, see benchmarks/gpu_teachers.py
+# by number of columns, as in `sweeps.py`; measured on an H200, see benchmarks/gpu_teachers.py
 WITH_TEACHER = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(4096, 256, 1, 1, 8)))
 WITH_DIVERGENCE = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(8192, 128, 2, 1, 4)))  # with a divergence's slope
 

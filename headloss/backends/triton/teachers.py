@@ -1,6 +1,6 @@
 """The Triton backend's sums that compare rows with teachers; see `headloss.teachers` for what is summed.
 
-Dimension key:  C rows handed in   V columns in hand   U columns shared with the teacher   K ids   P parts   F numbers
+Dimension key:  C rows passed in   V columns passed in   U columns shared with the teacher   K ids   P parts   F numbers
 
     sums   the first dense teacher in the student's launch, every further teacher in a separate launch
     divergence_pass   one launch per teacher and temperature, if a divergence needs both softmaxes (`second_read.py`)
@@ -59,7 +59,7 @@ from headloss.teachers import (
     places,
 )
 
-# by columns in hand, as in `sweeps.py`; measured on an H200, see benchmarks/gpu_teachers.py
+# by number of columns, as in `sweeps.py`; measured on an H200, see benchmarks/gpu_teachers.py
 DENSE = ((2048, Shape(2048, 128, 1, 1, 4)), (1 << 31, Shape(16384, 64, 2, 1, 2)))
 
 

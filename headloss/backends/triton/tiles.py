@@ -1,6 +1,6 @@
 """How kernels divide a matrix of logits into parts, blocks and vectors: what every launch of this backend shares.
 
-Dimension key:  C rows handed in   V columns in hand   K ids per row
+Dimension key:  C rows passed in   V columns passed in   K ids per row
 
 If the row stride is not a multiple of 16 bytes, rows start at different offsets in a vector, and equal rows may differ
 in the last bit; a padded stride (`Linear` has one) or `PEEL = False`, which is slow, avoids that.

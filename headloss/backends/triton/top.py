@@ -1,6 +1,6 @@
 """The likeliest columns of each row: one kernel finds them and a few more, another puts them in order.
 
-Dimension key:  C rows handed in   V columns in hand   K columns wanted   M columns found, at most   G groups
+Dimension key:  C rows passed in   V columns passed in   K columns wanted   M columns found, at most   G groups
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The visit: one launch that computes facts, loss, metrics and gradient of each row while the row is in the cache.
 
-Dimension key:  C rows handed in   V columns in hand   T terms   F numbers per row
+Dimension key:  C rows passed in   V columns passed in   T terms   F numbers per row
 
 The terms come as a `Program` (program.py): their joint graph printed as a Triton function.  It runs inside the kernel,
 so logits are read once and their gradient is written once; a teacher's logits are read along with them.  Nothing is

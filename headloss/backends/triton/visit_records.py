@@ -1,6 +1,6 @@
 """The records of a visit: `VisitSpec`, what a program fixes of the kernel, and `Visited`, the results by name.
 
-Dimension key:  C rows handed in   T terms   M metrics   K ids per row   F numbers per row   W numbers per id
+Dimension key:  C rows passed in   T terms   M metrics   K ids per row   F numbers per row   W numbers per id
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """The head's three matrix products, with the softmax in their epilogues.
 
-Dimension key:  C rows of a chunk   V columns in hand   D hidden size   BM, BN, BK a tile: rows, columns, depth
+Dimension key:  C rows of a chunk   V columns of this rank   D hidden size   BM, BN, BK a tile: rows, columns, depth
 
     read     t = multiplier * X W^T, in units of log 2.  Each tile stores sums of its rows, without the target and
              relative to its own maximum; if asked, also e = 2^(t - reference) in bf16

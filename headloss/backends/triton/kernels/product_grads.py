@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Prepares the products of the gradient: finds the rows that have a gradient, and computes their factors.
 
-Dimension key:  C rows of a chunk   V columns in hand   D hidden size
+Dimension key:  C rows of a chunk   V columns of this rank   D hidden size
 
     live      count the rows whose coefficients are not all 0      move      move their rows of E to the front
     factor    the numbers per row that the products need           bend      turn E into p (a + b log p + e p)

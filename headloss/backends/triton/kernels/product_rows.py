@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """The kernels around the first product: they gather rows before it, and merge and finish the sums of its tiles after.
 
-Dimension key:  C rows of a chunk   V columns in hand   D hidden size
+Dimension key:  C rows of a chunk   V columns of this rank   D hidden size
 
     order     number the rows that count
     gather    their hidden rows, targets and a reference logit

@@ -1,6 +1,6 @@
 """Prints the terms of an objective as one function of a row.
 
-Dimension key:  C rows handed in   T terms
+Dimension key:  C rows passed in   T terms
 
     row(facts, inputs, y, numbers, seeds, vocab) -> values, metrics, cotangents, input cotangents, pull coefficients
 
