@@ -161,7 +161,7 @@ def form_of(
     ]  # fmt: skip
     if not logits:
         key += (source.gemm_dtype, source.logits_dtype)  # type: ignore[union-attr]
-    if plans.temperatures:  # a term's own that equals the source's is no temperature of its own
+    if plans.temperatures:  # a term's temperature that equals the source's counts as none
         T = source.temperature
         key.append(T if not isinstance(T, Tensor) and T in plans.temperatures else None)
     for term in plans.divergences:

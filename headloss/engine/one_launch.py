@@ -172,7 +172,7 @@ def with_segments(metrics: dict[str, Metric], settled: Any, terms: Sequence[Plan
 
 
 def later_values(weights: Mapping[str, object], sums: Tensor) -> dict[str, Tensor]:
-    """The terms' values, taken apart when one is first read."""
+    """The terms' values, made when one is first read."""
     return LazyDict(weights, lambda: dict(zip(weights, sums.unbind())))
 
 

@@ -137,7 +137,7 @@ def _ahead(sweep: Sweep, head: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[B
 
 
 def _packed(sweep: Sweep, partial: Partial, blocks: Callable[[], Iterable[Block]], part: slice) -> Tensor:
-    """The sums of these rows and of their teachers, with those of divergences, which look at the blocks again."""
+    """The sums of these rows and of their teachers, with those of divergences, which read the blocks again."""
     within = lambda block: slice(block.part.start - part.start, block.part.stop - part.start)
 
     def divergence_pass(softmax: Softmax) -> Sequence[tuple[Tensor, Any]]:

@@ -265,8 +265,8 @@ class Adapter:
         return out, [out.loss]
 
     def _check_probes(self, got: Tensor) -> Tensor | float:
-        """The model does to its logits what the source does: seen on a few numbers, at the first call; in a graph,
-        which may not read them, by the operator, at every call."""
+        """Check on a few numbers that the model does to its logits what the source does: at the first call or, in a
+        graph, which cannot read them, by the operator at every call."""
         if torch.compiler.is_compiling():
             return _same_transform(got, self.transform)
         check_transform(got, self.transform)

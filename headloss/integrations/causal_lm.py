@@ -28,7 +28,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def check_head(model: Any, head: nn.Module) -> None:
-    """The head is still the one that was patched, or FSDP1's wrapper around it."""
+    """Check that the head is still the one that was patched, or FSDP1's wrapper around it."""
     now = model.get_output_embeddings()
     if now is not head and not (type(now).__name__ == "FullyShardedDataParallel" and now.module is head):
         raise ValueError(
@@ -171,7 +171,7 @@ def check_model(
 
 
 def check_kept(model: Any) -> None:
-    """Labels that a model gives to a loss function of ours are yet to be shifted, as Transformers' own shifts them."""
+    """Check that the labels a model passes to our loss function are not shifted yet: Transformers' own shifts them."""
     kind = getattr(model, "loss_type", None)
     if LOSS_MAPPING.get(kind, ForCausalLMLoss) is not ForCausalLMLoss:
         raise TypeError(

@@ -35,7 +35,7 @@ DATA = {"train_samples_reward": ("reward", None), "staleness": ("model_version",
 BY_DISTANCE = ("labels", "loss_mask", "advantages", "old_log_probabilities", "label_counts", "reward", "model_version")
 
 
-PREPROCESSING: Mapping[str, dict[str, bool]] = {  # what Fast-LLM's data must bring
+PREPROCESSING: Mapping[str, dict[str, bool]] = {  # what Fast-LLM's data must contain
     "label": {},
     "z_loss": {"return_prediction_mask": True},
     "distillation": {"return_prediction_mask": True},

@@ -47,8 +47,8 @@ def _parsed(of: Any) -> ast.AST | None:
 
 
 def mentions(model: Any, names: tuple[str, ...]) -> bool:
-    """Whether a class that owns the head, or the model's own, is written with one of these names; so it is taken to be
-    where the code cannot be read."""
+    """Whether the class that owns the head, or the model's, uses one of these names in its code; True where the code
+    cannot be read."""
     head = model.get_output_embeddings()
     owners = {type(model), *(type(m) for m in model.modules() if any(x is head for x in m.children()))}
     return any(_written_with(kind, names) for owner in owners for kind in owner.__mro__)
