@@ -437,6 +437,8 @@ FAULTS = [
     # Metrics
     Fault("record.py", "self._values, self._later = _by_key(later()), None", "self._values = _by_key(later())\n                del self._later", "two threads that read facts first hinder each other", ("tests/trust/test_threads.py",)),
     Fault("metrics.py", "            self.reduced = self._reduce(*unreduced)\n            self.unreduced = None", "            self.unreduced = None\n            self.reduced = self._reduce(*unreduced)", "two threads that read a metric first hinder each other", ("tests/trust/test_threads.py",)),
+    Fault("metrics.py", "        _reduce_later(group)\n", "        pass\n", "the metrics of every step, kept and not read, hold values per row", ("tests/contracts/test_callers_tensors.py",)),
+    Fault("metrics.py", "            with without_modes(), _disable_current_modes(), torch.no_grad():  # it", "            if True:  # it", "kept metrics become fake in a call on fake tensors", ("tests/contracts/test_callers_tensors.py",)),
     Fault("metrics.py", '"max": torch.maximum', '"max": torch.add', "maxima of micro-batches are added"),
     Fault("metrics.py", "(q / n - (s / n) ** 2)", "(q / n - s / n)", "standard deviation without the square"),
     Fault("metrics.py", "lambda s, q: s * s / q", "lambda s, q: s / q", "effective sample size"),
