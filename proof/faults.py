@@ -1060,6 +1060,7 @@ FAULTS = [
     Fault("integrations/transformers.py", "    if num_items is not None:\n        raise", "    if False:\n        raise", "labels that a trainer takes away are not missed", OFF),
     Fault("integrations/adapter.py", "        if func.__name__ not in cls.harmless:", "        if False:", "logits that were never made can be computed with", OFF),
     Fault("integrations/transformers.py", "    outputs = outputs if expected is None else without_logits(outputs)\n", "", "the probe reaches the outputs of the first call", OFF),
+    Fault("integrations/adapter.py", ', "__reduce_ex__": reduce}', "}", "a patched model whose head has a class of its own fails to pickle without the reason", OFF),
     Fault("integrations/adapter.py", "class _Here(threading.local):", "class _Here:", "threads share a call", OFF),
     Fault("integrations/adapter.py", '    if getattr(model, "_is_replica", False):', "    if False:", "nn.DataParallel runs the first replica's forward on all", OFF),
     Fault("integrations/adapter.py", "return _same_transform(got, self.transform)", "return 0.0", "a graph does not see that softcap or scale were misread", OFF),
