@@ -14,13 +14,16 @@ The ending of its name says how two of them combine:
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from headloss.deferred_checks import is_capturing
 from headloss.divergence import is_divergence
@@ -30,6 +33,7 @@ from headloss.options import shown
 from headloss.sources import Sparse
 from headloss.term import Term
 from headloss.trace.call import Call
+from headloss.trace.classify import without_modes
 from headloss.trace.signature import CANDIDATES, function_name, passed_names, read_signature, suggest
 
 
@@ -114,11 +118,14 @@ class MetricGroup:
         self.reduced: dict[str, tuple[Tensor, ...]] = {}
 
     def parts(self, name: str) -> tuple[Tensor, ...]:
+        self.reduce_now()
+        return self.reduced[name]
+
+    def reduce_now(self) -> None:
         unreduced = self.unreduced
         if unreduced is not None:
             self.reduced = self._reduce(*unreduced)
             self.unreduced = None
-        return self.reduced[name]
 
     def _reduce(self, values_MR: Callable[[], Tensor], weights_R: Tensor | None) -> dict[str, tuple[Tensor, ...]]:
         """Reduce metrics that count the same rows together: those with a mask (`term/`), and the others."""
@@ -258,14 +265,43 @@ def measure_later(
     per: str,
     places: Sequence[int] | None = None,
 ) -> dict[str, Metric]:
-    """The same for (M, R) values that nobody else can write to: they are reduced when a metric is first read.
+    """The same for (M, R) values that nobody else can write to: they are reduced when a metric is first read, or a few
+    calls later.
 
     While a CUDA graph is captured they are reduced now, so that its replays reduce them too.
     """
     group = MetricGroup(names, values_MR, weights, places)
-    if is_capturing() and group.kinds:
-        group.parts(next(iter(group.kinds)))
+    if not group.kinds:
+        return {}
+    if is_capturing():
+        group.reduce_now()
+    else:
+        _reduce_later(group)
     return {name: Metric(kind, (group, name), per) for name, kind in group.kinds.items()}
+
+
+def _reduce_later(group: MetricGroup) -> None:
+    """Reduce it `_MOST_UNREDUCED` groups later if its metrics still exist: until they are reduced they hold values per
+    row, and a list of the metrics of every step would fill the memory."""
+    _UNREDUCED.append((weakref.ref(group), stream := _stream()))
+    if len(_UNREDUCED) > _MOST_UNREDUCED:
+        kept, of = _UNREDUCED.popleft()
+        oldest = kept()
+        if oldest is not None and of == stream:  # another stream may not have computed its values yet
+            with without_modes(), _disable_current_modes(), torch.no_grad():  # it was another call
+                oldest.reduce_now()
+
+
+_UNREDUCED: collections.deque[tuple[weakref.ref[MetricGroup], Any]] = collections.deque()
+_MOST_UNREDUCED = 16
+
+
+def _stream() -> tuple[int, int] | None:
+    """The current device and its stream."""
+    if not torch.cuda.is_initialized():
+        return None
+    device = torch._C._cuda_getDevice()
+    return device, torch._C._cuda_getCurrentRawStream(device)
 
 
 def copied_metrics(metrics: Any) -> Any:

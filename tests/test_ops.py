@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -57,10 +58,12 @@ def same(found: Any, want: Any) -> None:
     torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
 
 
-def arguments(source: Any, targets: Tensor, segments: Any = None, objective: Any = OBJECTIVE, **inputs: Any) -> Any:
+def arguments(
+    source: Any, targets: Tensor, segments: Any = None, objective: Any = OBJECTIVE, teacher: Any = None, **inputs: Any
+) -> Any:
     number = None if objective.is_portable(objective.key) else objective.traits.number
     found, constants = split_call(
-        CallArguments(source, targets, segments, inputs=inputs), False, objective.traits, number
+        CallArguments(source, targets, segments, teacher, inputs=inputs), False, objective.traits, number
     )
     known = constants_of(objective, constants, host_read=True, direct=False)
     return found.tensors, found.sizes, known.recipe
@@ -190,6 +193,42 @@ def test_an_exported_program_can_be_kept() -> None:
     recipe.read_recipe.cache_clear()
     spec._SPECS.clear()
     same(torch.export.load(file).module()(x, targets), model(x, targets))
+
+
+def half_kl(logp: Tensor, logq: Tensor) -> Tensor:
+    return 0.5 * logq.exp() * (logq - logp)
+
+
+def test_what_the_operators_return_has_a_version() -> None:
+    """If they return something else now: raise OUTPUTS, then say here what that is."""
+    teacher = hl.Logits(torch.randn(6, V, dtype=torch.float64))
+    returned = []
+    for term in (cross_entropy, jsd, half_kl):
+        for source in (linear(6), logits(6)):
+            given = {} if term is cross_entropy else {"teacher": teacher}
+            objective = hl.Objective(t=term)
+            tensors, sizes, text = arguments(source, batch(6)[1], objective=objective, **given)
+            out = torch.ops.headloss.visit(tensors, sizes, text)
+            returned.append([tuple(x.shape) for x in out])
+    one, row, logits_, (hidden, weight, bias) = (), (6,), (6, V), ((6, D), (V, D), (V,))
+    likelihood, divergence, counts = [one, (1,), (2,), row], [one, (1,), (0,), row], (3,)  # loss, terms, metrics, fact
+    mark = one  # of what the user's function reads
+    assert recipe.OUTPUTS == 3 and returned == [
+        [*likelihood, one, hidden, weight, bias, (2, 6), counts],  # the gradients' scale, the gradients, the softmax
+        [*likelihood, (2, 6), counts, row],  # a cotangent, where the gradient is made in the backward
+        [*divergence, one, hidden, weight, bias, (5, 6), counts],
+        [*divergence, (5, 6), counts, row],
+        [*divergence, one, hidden, weight, bias, (5, 6), mark, counts],
+        [*divergence, one, logits_, (5, 6), mark, counts],
+    ]
+
+
+def test_a_graph_of_another_version_is_refused() -> None:
+    """What its operators returned is not what ours return: a kept graph would take one tensor for another."""
+    tensors, sizes, text = arguments(logits(6), batch(6)[1])
+    old = json.dumps({**json.loads(text), "outputs": recipe.OUTPUTS - 1})
+    with pytest.raises(RuntimeError, match="exported with another version of headloss.*export it again"):
+        torch.ops.headloss.visit(tensors, sizes, old)
 
 
 def test_a_recipe_with_functions_of_its_own_stays_in_its_process() -> None:

@@ -35,7 +35,8 @@ from headloss.sources import Linear, Logits, Sparse, Teacher, check_number, is_s
 from headloss.term import check_weight
 from headloss.terms import Terms
 
-OUTPUTS = 2  # version of what the operators return; raise it with each change, since compilers cache code on disk
+# version of what the operators return; raise it with each change, since compilers keep code on disk, and users graphs
+OUTPUTS = 3
 _TENSORS: dict[type, tuple[str, ...]] = {
     Logits: ("logits",),
     Linear: ("hidden", "weight", "bias"),
@@ -288,6 +289,11 @@ class Recipe(NamedTuple):
 @functools.lru_cache(512)
 def read_recipe(text: str) -> Recipe:
     data = json.loads(text)
+    if data.get("outputs") != OUTPUTS:
+        raise RuntimeError(
+            "headloss: this graph was exported with another version of headloss, whose operators return other tensors; "
+            "export it again"
+        )
     config = data.get("objective")
     terms = Terms(*read_config(config)) if isinstance(config, Mapping) else None
     return Recipe(text, data, terms, tuple(x[0] for x in data["tensors"]))

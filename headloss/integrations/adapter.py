@@ -13,6 +13,7 @@ import inspect
 import math
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -117,7 +118,23 @@ def patched_class(kind: type[nn.Linear]) -> type[nn.Linear]:
     """A head of this class that may compute the loss; what else the class does (FSDP2's, for one) stays."""
     if issubclass(Head, kind):
         return Head
-    return type(f"{kind.__name__}Head", (kind, Head), {"forward": Head.forward})
+    made = _PATCHED.get(kind)
+    if made is None:
+        # pickle cannot find a class that was made here; it can find `kind`, and then reaches the adapter's refusal
+        reduce = lambda head, protocol: (_unfilled, (kind,), object.__reduce_ex__(head, protocol)[2])
+        made = _PATCHED[kind] = type(
+            f"{kind.__name__}Head", (kind, Head), {"forward": Head.forward, "__reduce_ex__": reduce}
+        )
+    return made
+
+
+_PATCHED: weakref.WeakValueDictionary[type, type[nn.Linear]] = weakref.WeakValueDictionary()
+
+
+def _unfilled(kind: type[nn.Linear]) -> nn.Linear:
+    """A patched head of this class whose state is still to be set: for `copy.deepcopy`."""
+    head: nn.Linear = object.__new__(patched_class(kind))
+    return head
 
 
 class Adapter:

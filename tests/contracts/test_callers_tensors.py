@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import oracle
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from calls import BATCH_LOSS, KINDS, close, objective
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import headloss as hl
 from headloss import metrics
@@ -156,6 +158,23 @@ def test_metrics_that_nobody_reads_are_not_reduced(monkeypatch: pytest.MonkeyPat
     out = objective(ce=cross_entropy)(hl.Logits(torch.randn(5, 7)), torch.arange(5))
     with pytest.raises(ZeroDivisionError):
         float(out.metrics["ce/perplexity"])
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.inference_mode, FakeTensorMode])
+def test_metrics_of_every_step_that_are_kept_hold_no_rows(around: Any) -> None:
+    """Whatever is on around the call that finds them unread."""
+    trained = hl.Objective(ce=cross_entropy, metrics=["entropy", "dead_rows"], backend="torch")
+    logits, y = [torch.randn(5, 7) for _ in range(30)], torch.arange(5)
+    kept = [trained(hl.Logits(x.requires_grad_()), y).metrics for x in logits]
+    for other in (around, contextlib.nullcontext):
+        with other():
+            for _ in range(20):
+                trained(hl.Logits(torch.randn(5, 7)), torch.zeros(5, dtype=torch.long))
+    groups = {part for of_call in kept for m in of_call.values() for part in m._parts if not isinstance(part, str)}
+    assert len(groups) == 60 and all(group.unreduced is None for group in groups)
+    for x, found in zip(logits, kept, strict=True):
+        torch.testing.assert_close(found["ce/perplexity"].value.float(), F.cross_entropy(x, y).exp())
+        assert type(found["entropy"].value) is torch.Tensor and not found["entropy"].value.is_inference()
 
 
 @pytest.mark.parametrize("padded", [False, True])

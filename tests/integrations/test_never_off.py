@@ -360,15 +360,23 @@ def test_an_evaluation_reports_its_own_data_under_its_own_name(tmp_path: Path) -
         assert logged("eval", before) == pytest.approx(alone, rel=1e-6)
 
 
-def test_a_patched_model_is_copied_and_not_pickled() -> None:
+class OwnLinear(nn.Linear):
+    """A head of another class than nn.Linear."""
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, OwnLinear])
+def test_a_patched_model_is_copied_and_not_pickled(kind: type[nn.Linear]) -> None:
     """Pickle would bring back the model's own forward: the objective would be off."""
-    model, batch = patch(tiny.model("llama"), Z), tiny.batch()
-    other = copy.deepcopy(model)
+    model, batch = tiny.model("llama"), tiny.batch()
+    model.lm_head.__class__ = kind
+    other = copy.deepcopy(patch(model, Z))
+    assert type(other.lm_head) is type(model.lm_head) and isinstance(other.lm_head, kind)
     torch.testing.assert_close(other(**batch).loss, model(**batch).loss)
     assert other.headloss is not model.headloss and other.headloss.head is other.lm_head
     with pytest.raises(TypeError, match=r"model: it is patched, and unpickling would .* unpatch\(model\) first"):
         pickle.dumps(model)
     plain = pickle.loads(pickle.dumps(unpatch(model)))
+    assert type(plain.lm_head) is type(unpatch(copy.deepcopy(other)).lm_head) is kind
     torch.testing.assert_close(patch(plain, Z)(**batch).loss, other(**batch).loss)
 
 
