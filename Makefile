@@ -161,6 +161,7 @@ cold-start: .venv/ready
 
 suite: .venv/ready
 	$(BIN)/python -m benchmarks.suite --device $(DEVICE)
+	$(if $(filter cpu,$(DEVICE)),$(BIN)/python -m benchmarks.every_loss)
 
 # On a CUDA device: the kernels against the speed of memory, what a call costs the host, heads against their GEMMs.
 gpu-bench: .venv/ready

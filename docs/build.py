@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,7 @@ def pages() -> dict[Path, str]:
         GUIDE: filled(GUIDE, {"explain": explain(), "first call": first_call()}),
         ROOT / "docs" / "losses.md": losses.markdown(),
         ROOT / "docs" / "api.md": api_reference.page(),
-        PERFORMANCE: filled(PERFORMANCE, {**measurements(), "cpu_losses": measured()}),
+        PERFORMANCE: filled(PERFORMANCE, {**measurements(), "cpu_losses": measured(), "every_loss": every_loss()}),
         ONE_LAUNCH: filled(ONE_LAUNCH, {"overhead": overhead()}),
         CODE: filled(CODE, {"files": files()}),
         TRUST: filled(TRUST, tables.places()),
@@ -196,6 +197,29 @@ def measured() -> str:
         lines.append(f"| **{case['case']}** | | | |")
         for name, found in case["candidates"].items():
             lines.append(f"| {name} | {found['ms']:.0f} | {found['times_headloss']:.2f}x | {found['grad_error']:.0e} |")
+    return "\n".join(lines) + "\n"
+
+
+def every_loss() -> str:
+    """All losses against eager on a CPU: of each group, the range of the ratios."""
+    path = RESULTS / "every_loss_cpu.json"
+    record = json.loads(path.read_text())
+    groups: dict[str, list[Record]] = {}
+    for line in record["lines"]:
+        groups.setdefault(line["group"], []).append(line)
+    lines = [
+        f"Time of headloss relative to eager PyTorch on {record['N']} × {record['V']} logits, {record['dtype']}, "
+        f"forward and backward, `{record['command']}` on {record['device']}, {record['threads']} threads, "
+        f"torch {_torch(record)}, {record['date'][:10]}: [{path.name}](../benchmarks/results/{path.name})",
+        "",
+        "| | losses | best | median | worst |",
+        "|---|---:|---|---:|---|",
+    ]
+    for group, found in groups.items():
+        found.sort(key=lambda line: line["ratio"])
+        best, worst = (f"{line['ratio']:.2f}×, {line['loss']}" for line in (found[0], found[-1]))
+        middle = statistics.median(line["ratio"] for line in found)
+        lines.append(f"| {group} | {len(found)} | {best} | {middle:.2f}× | {worst} |")
     return "\n".join(lines) + "\n"
 
 

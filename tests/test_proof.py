@@ -9,7 +9,9 @@ import math
 import pytest
 import torch
 
-from benchmarks import suite
+from benchmarks import every_loss, suite
+from headloss.divergence import is_divergence
+from headloss.losses import LOSSES
 from proof import long_run, soak
 from proof.faults import FAULTS, Fault
 from proof.mutants import broken
@@ -47,6 +49,22 @@ def test_report_is_of_this_table() -> None:
     assert seeded <= {(f.file, f.what) for f in FAULTS} and len(seeded) >= 40
     assert not [r["what"] for r in report["faults"] if not r["caught"]]
     assert report["caught"] == report["total"] == len(seeded)
+
+
+def test_every_loss_is_timed_against_eager() -> None:
+    """On small tensors, where the times say nothing: the gradients are the same, and no loss is missing."""
+    lines = every_loss.run(16, 97, rounds=1)["lines"]
+    assert {line["loss"] for line in lines} == LOSSES.keys() - set(every_loss.LEFT_OUT)
+    assert not [line for line in lines if "wrong" in line]
+    for loss, number in collections.Counter(line["loss"] for line in lines).items():
+        assert number == (7 if is_divergence(LOSSES[loss]) else 1)
+
+
+def test_a_loss_with_another_gradient_is_not_timed() -> None:
+    p = every_loss.Problem(16, 97)
+    case = next(every_loss.cases(p))
+    found = every_loss.measure(p, case._replace(ours=lambda: 1.01 * case.ours()), 1)
+    assert found["wrong"] and "ms" not in found
 
 
 def test_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
