@@ -160,7 +160,7 @@ FAULTS = [
     Fault("fact_rule.py", "if present else None for present", "if present[1:] else None for present", "a coefficient that one fact feeds is dropped", ("tests/test_facts.py",)),
     Fault("fact_rule.py", "functools.reduce(operator.add, present)", "present[0]", "of several facts only the first pulls", ("tests/test_facts.py", "tests/test_new_fact.py")),
     # The torch sweeps
-    Fault("backends/__init__.py", "    if language is None:\n", "    if True:\n", "Triton's interpreter is chosen after triton was imported, and its own error is all that comes", ("tests/kernels/test_triton.py",)),
+    Fault("backends/__init__.py", "    if language is None:\n", "    if True:\n", "Triton's interpreter is chosen after triton was imported, and its own error is all that comes", ("tests/kernels/test_triton.py::test_the_interpreter_is_chosen_too_late",)),
     Fault("backends/torch.py", "(argmax_B + start).to(dtype)", "argmax_B.to(dtype)", "argmax counted inside the shard"),
     Fault("backends/torch.py", "out.target[rows] = x_BV.gather(-1, column_C[rows, None])", "out.target[rows] = x_BV.gather(-1, (column_C[rows, None] - (start > 0)).clamp(min=0))", "target off by one behind the first shard"),
     Fault("backends/torch.py", "out.target.masked_fill_(~here_C, ", "out.target.masked_fill_(~here_C & (target_C != start + V), ", "a shard takes the first target of the next"),
