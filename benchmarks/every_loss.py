@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headloss as hl
+from headloss.checks.dense_facts import DenseSegments
 from headloss.cli.problem import example
 from headloss.divergence import is_divergence
 from headloss.losses import LOSSES, cross_entropy
@@ -43,27 +44,6 @@ class Case(NamedTuple):
     name: str
     ours: Loss
     eager: Loss
-
-
-class Segments:
-    """S segments of equally many rows, as eager code has them."""
-
-    def __init__(self, rows: int) -> None:
-        self.num_segments, self.length = S, rows // S
-        self.ids = torch.arange(rows) // self.length
-        self.counts = torch.full((S,), self.length)
-
-    def totals(self, x: Tensor) -> Tensor:
-        return x.view(S, -1).sum(1)
-
-    def means(self, x: Tensor) -> Tensor:
-        return x.view(S, -1).mean(1)
-
-    def spread(self, y: Tensor) -> Tensor:
-        return y.repeat_interleave(self.length)
-
-    def mean(self, x: Tensor) -> Tensor:
-        return self.spread(self.means(x))
 
 
 class Problem:
@@ -113,7 +93,8 @@ def term_case(p: Problem, name: str, fn: Callable[..., Any]) -> Case:
         inputs["foreign_logprob"] = p.teacher.log_softmax(-1).topk(8, -1).values
     given: dict[str, Any] = dict(inputs)
     if "segments" in parameters:
-        inputs["segments"], given["segments"] = Segments(p.N), hl.Segments.from_batch((S, p.N // S))  # type: ignore[assignment]
+        rows = torch.arange(p.N) // (p.N // S)
+        inputs["segments"], given["segments"] = DenseSegments(rows, S), hl.Segments.from_batch((S, p.N // S))  # type: ignore[assignment]
     if "logit_dot" in parameters:
         given["teacher"] = hl.Logits(p.teacher)
     if fn is cross_entropy:

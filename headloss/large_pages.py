@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-LARGE = 4 << 20  # bytes from which on we ask for large pages, as NumPy does
+LARGE = 4 << 20  # bytes; NumPy, too, asks for large pages from this size on
 
 
 def in_large_pages(x: Tensor) -> Tensor:
-    """x itself.  Nothing was written to it yet, and its memory comes in large pages if the system has some."""
+    """x itself, in large pages if the system has some; nothing may have been written to x before."""
     if x.device.type == "cpu" and type(x) is Tensor and x.numel() * x.itemsize >= LARGE:
         first = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         _advise()(first, x.data_ptr() + x.numel() * x.itemsize - first, _HUGE)

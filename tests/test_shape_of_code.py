@@ -286,3 +286,14 @@ def test_no_kernel_names_a_constant_twice(path: Path) -> None:
     loops = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.For | ast.While)]
     named = [n for loop in loops for n in ast.walk(loop) if isinstance(n, ast.AnnAssign)]
     assert not [ast.unparse(n) for n in named if "constexpr" in ast.unparse(n.annotation)]
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "backends" / "triton").rglob("*.py")), ids=lambda p: p.stem)
+def test_no_kernel_names_a_parameter_that_it_lacks(path: Path) -> None:
+    """Triton passes over such a name, and compiles the kernel again for each alignment or value."""
+    for kernel in ast.walk(ast.parse(path.read_text())):
+        if isinstance(kernel, ast.FunctionDef):
+            parameters = {a.arg for a in kernel.args.args}
+            options = [k for d in kernel.decorator_list if isinstance(d, ast.Call) for k in d.keywords]
+            named = {name for k in options if (k.arg or "").startswith("do_not") for name in ast.literal_eval(k.value)}
+            assert named <= parameters, f"{kernel.name}: {named - parameters}"

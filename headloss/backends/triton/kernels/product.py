@@ -176,7 +176,7 @@ def read_kernel(x, w, e, count, at, out, V, D, rows, start, first, wide, tiles, 
             acc = begun(own, pn, V, F.TARGET, F.RAGGED, BM, BN)
 
 
-@triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count", "beyond", "tiles"])
+@triton.jit(do_not_specialize=["V", "D"], do_not_specialize_on_alignment=["count", "far", "tiles"])
 def repair_kernel(x, w, e, count, far, tiles, at, V, D, F: tl.constexpr):
     """Compute e again in rows of tiles with a row too far from its reference, which has been replaced since."""
     BM: tl.constexpr = F.BM
