@@ -33,8 +33,9 @@ TILE_BYTES = {"cpu": 1 << 23}  # with 1 MiB, a fifth of the time goes into calli
 TILE_BYTES_ELSEWHERE = 64 << 20
 lower = product = product_ranks = None  # no programs and no matrix products: this backend has no kernels
 DIVERGENCE_BUFFERS = 8  # a divergence and its slope need about 20 buffers of a tile's size
-# next to a dense teacher: buffers of 1 MiB fit the cache together, which saves a quarter of the time
-DENSE_BUFFERS = {"cpu": 8}
+# Next to a dense teacher buffers of 1 MiB fit the cache together, which saves a quarter of the time.  The pass over its
+# divergences looks up what the sums kept by a tile's first row, so both use the same tiles.
+DENSE_BUFFERS = {"cpu": DIVERGENCE_BUFFERS}
 
 
 def sums(
